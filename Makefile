@@ -1,0 +1,80 @@
+# make help   lists the targets.
+#
+# Everything runs in .venv, which the first target that needs it creates from requirements/dev.txt.
+# `make test PYTHON=python3` uses that Python as it is, and creates and installs nothing.
+
+PY ?= python3
+FUSELAGE_VENV ?= .venv
+
+ifdef PYTHON
+  ENVIRONMENT :=
+  CLANG_FORMAT ?= clang-format
+else
+  HASH := $(shell cat requirements/dev.txt | sha256sum | cut -c1-12)
+  ENVIRONMENT := $(FUSELAGE_VENV)/.installed-$(HASH)
+  PYTHON := $(FUSELAGE_VENV)/bin/python
+  CLANG_FORMAT ?= $(FUSELAGE_VENV)/bin/clang-format
+endif
+
+BUILD := $(PYTHON) tools/build_variant.py
+ARCHS ?=
+CODE = $(shell find kernel_src torch-ext \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) \
+         ! -path torch-ext/registration.h)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo build build-cpu build-cuda test lint format bench check-hip check-abi clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+demo: build  ## build, then run a small Llama with fuselage's layers
+	$(PYTHON) examples/demo.py
+
+build: $(ENVIRONMENT)  ## the variant for this machine: CUDA with a GPU and nvcc, otherwise CPU
+	@$(BUILD)
+
+build-cpu: $(ENVIRONMENT)  ## the CPU variant
+	@$(BUILD) --backend cpu
+
+build-cuda: $(ENVIRONMENT)  ## the CUDA variant for every GPU of build.toml (ARCHS=9.0,8.0 for some)
+	@$(BUILD) --backend cuda $(if $(ARCHS),--archs $(ARCHS))
+
+test: build  ## build, then run the tests (TESTS= and PYTEST= choose and pass options)
+	$(PYTHON) -m pytest $(PYTEST) $(TESTS)
+
+lint: $(ENVIRONMENT)  ## ruff, clang-format, and that build.toml lists every source
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	@echo "$(CLANG_FORMAT) --dry-run -Werror ($(words $(CODE)) files)"
+	@$(CLANG_FORMAT) --dry-run -Werror $(CODE)
+	@$(BUILD) --check
+
+format: $(ENVIRONMENT)  ## rewrite the sources in the project's style
+	$(PYTHON) -m ruff check --fix --exit-zero --quiet .
+	$(PYTHON) -m ruff format .
+	$(CLANG_FORMAT) -i $(CODE)
+
+bench: build  ## measure against PyTorch (BENCH= passes options; GPU: requirements/bench.txt first)
+	$(PYTHON) -m benchmarks.roofline $(BENCH)
+
+check-hip: $(ENVIRONMENT)  ## compile every GPU source for AMD gfx90a (clang 19, no GPU needed)
+	@$(PYTHON) tools/check_hip.py
+
+check-abi: $(ENVIRONMENT)  ## limited API 3.9, manylinux_2_28 and Torch's stable ABI, of what is built
+	@$(PYTHON) tools/check_abi.py
+
+clean:  ## remove build output, not .venv
+	find build -mindepth 1 ! -name README.md -delete
+
+ifneq ($(ENVIRONMENT),)
+$(ENVIRONMENT): requirements/dev.txt
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "error: Python 3.10 or newer is needed; name one with PY=python3.12" >&2; exit 1; }
+	@$(PY) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "error: $(PY) cannot create environments: apt-get install python3-venv" >&2; exit 1; }
+	@echo "creating $(FUSELAGE_VENV) and installing requirements/dev.txt; minutes, once"
+	$(PY) -m venv $(FUSELAGE_VENV)
+	$(PYTHON) -m pip install --disable-pip-version-check -r requirements/dev.txt
+	@rm -f $(FUSELAGE_VENV)/.installed-*
+	@touch $@
+endif

@@ -1,0 +1,42 @@
+// From run-time element types to compile-time ones.
+#pragma once
+
+#include "common/dtype.h"
+#include "common/vector.h"
+
+namespace fuselage {
+
+template <typename T>
+struct TypeTag {
+  using type = T;
+};
+
+// Calls f(TypeTag<activation>, TypeTag<output>) for the pairs that operators support: equal types, and
+// float32 with either half type. False for any other pair.
+template <typename F>
+inline bool dispatch_activation_output(DType activation, DType output, F&& f) {
+  const auto with_activation = [&](auto tag, DType own) {
+    if (output == own) {
+      f(tag, tag);
+      return true;
+    }
+    if (output == DType::float32) {
+      f(tag, TypeTag<float>{});
+      return true;
+    }
+    return false;
+  };
+  switch (activation) {
+    case DType::float16: return with_activation(TypeTag<float16>{}, DType::float16);
+    case DType::bfloat16: return with_activation(TypeTag<bfloat16>{}, DType::bfloat16);
+    case DType::float32:
+      switch (output) {
+        case DType::float32: f(TypeTag<float>{}, TypeTag<float>{}); return true;
+        case DType::float16: f(TypeTag<float>{}, TypeTag<float16>{}); return true;
+        case DType::bfloat16: f(TypeTag<float>{}, TypeTag<bfloat16>{}); return true;
+      }
+  }
+  return false;
+}
+
+}  // namespace fuselage

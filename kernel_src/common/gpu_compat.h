@@ -1,0 +1,265 @@
+// One set of names for CUDA and HIP, and the few instructions whose spelling differs between them.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+
+#if defined(USE_ROCM)
+#include <hip/hip_fp16.h>
+#include <hip/hip_runtime.h>
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#endif
+
+namespace fuselage {
+
+#if defined(USE_ROCM)
+
+using gpuStream = hipStream_t;
+using gpuError = hipError_t;
+constexpr gpuError gpuSuccess = hipSuccess;
+constexpr auto gpuDevAttrMultiProcessorCount = hipDeviceAttributeMultiprocessorCount;
+constexpr auto gpuDevAttrMaxSharedMemoryPerBlockOptin = hipDeviceAttributeMaxSharedMemoryPerBlock;
+constexpr auto gpuDevAttrComputeCapabilityMajor = hipDeviceAttributeComputeCapabilityMajor;
+constexpr auto gpuDevAttrComputeCapabilityMinor = hipDeviceAttributeComputeCapabilityMinor;
+inline gpuError gpuDeviceGetAttribute(int* value, hipDeviceAttribute_t attribute, int device) {
+  return hipDeviceGetAttribute(value, attribute, device);
+}
+inline gpuError gpuGetLastError() { return hipGetLastError(); }
+inline const char* gpuGetErrorString(gpuError error) { return hipGetErrorString(error); }
+
+#else
+
+using gpuStream = cudaStream_t;
+using gpuError = cudaError_t;
+constexpr gpuError gpuSuccess = cudaSuccess;
+constexpr auto gpuDevAttrMultiProcessorCount = cudaDevAttrMultiProcessorCount;
+constexpr auto gpuDevAttrMaxSharedMemoryPerBlockOptin = cudaDevAttrMaxSharedMemoryPerBlockOptin;
+constexpr auto gpuDevAttrComputeCapabilityMajor = cudaDevAttrComputeCapabilityMajor;
+constexpr auto gpuDevAttrComputeCapabilityMinor = cudaDevAttrComputeCapabilityMinor;
+inline gpuError gpuDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  return cudaDeviceGetAttribute(value, attribute, device);
+}
+inline gpuError gpuGetLastError() { return cudaGetLastError(); }
+inline const char* gpuGetErrorString(gpuError error) { return cudaGetErrorString(error); }
+
+#endif
+
+// Lets `kernel` use more dynamic shared memory than the 48 KB every block may have.
+template <typename Kernel>
+inline gpuError gpu_allow_shared_bytes(Kernel kernel, int bytes) {
+#if defined(USE_ROCM)
+  return hipFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                             hipFuncAttributeMaxDynamicSharedMemorySize, bytes);
+#else
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+#endif
+}
+
+// The lanes that exchange values in reductions: a warp on NVIDIA GPUs, half of an AMD wavefront.
+constexpr int kWarpSize = 32;
+
+#if defined(__CUDACC__) || defined(__HIPCC__)
+
+// Value of the lane whose index differs from ours in the bit `lane_mask`, within `width` lanes.
+__device__ __forceinline__ float shuffle_xor(float value, int lane_mask, int width) {
+#if defined(USE_ROCM)
+  return __shfl_xor(value, lane_mask, width);
+#else
+  return __shfl_xor_sync(0xffffffffu, value, lane_mask, width);
+#endif
+}
+
+// Value of the lane before ours, within groups of `width` lanes.
+__device__ __forceinline__ uint32_t shuffle_up(uint32_t value, int width) {
+#if defined(USE_ROCM)
+  return __shfl_up(value, 1, width);
+#else
+  return __shfl_up_sync(0xffffffffu, value, 1, width);
+#endif
+}
+
+// One 16-byte load from global memory. NOTE: spelled out, because the compiler splits predicated ones in two.
+__device__ __forceinline__ uint4 load_global_16(const void* source) {
+#if defined(USE_ROCM)
+  return *static_cast<const uint4*>(source);
+#else
+  uint4 value;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(source));
+  return value;
+#endif
+}
+
+// A barrier for the threads of one row of the block: those with our threadIdx.y, up to a warp or whole warps
+// of them. NOTE: at most 15 rows of more than a warp. AMD GPUs have barriers for whole blocks only, so all
+// rows of a block must meet equally often.
+__device__ __forceinline__ void row_barrier() {
+#if defined(USE_ROCM)
+  __syncthreads();
+#else
+  if (blockDim.x <= 32) {
+    __syncwarp();
+  } else {
+    asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
+  }
+#endif
+}
+
+// Starts copying kBytes (4, 8 or 16, both sides aligned to them) from global to shared memory. Where the
+// GPU has no such instruction the copy is done when the call returns.
+template <int kBytes>
+__device__ __forceinline__ void async_copy(void* shared, const void* global) {
+#if defined(USE_ROCM)
+  __builtin_memcpy(__builtin_assume_aligned(shared, kBytes),
+                   __builtin_assume_aligned(global, kBytes), kBytes);
+#else
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(global),
+                 "n"(kBytes)
+                 : "memory");
+  }
+#endif
+}
+
+// As async_copy<16>, of which only the first `bytes` (1 to 16) are read from global memory.
+__device__ __forceinline__ void async_copy_partial(void* shared, const void* global, int bytes) {
+#if defined(USE_ROCM)
+  for (int i = 0; i < bytes; ++i)
+    static_cast<char*>(shared)[i] = static_cast<const char*>(global)[i];
+#else
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global),
+               "r"(bytes)
+               : "memory");
+#endif
+}
+
+// Closes a group of async_copy calls.
+__device__ __forceinline__ void async_copy_commit() {
+#if !defined(USE_ROCM)
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most `pending` (0 to 3) of this thread's youngest groups are still under way.
+__device__ __forceinline__ void async_copy_wait(int pending) {
+#if !defined(USE_ROCM)
+  switch (pending) {
+    case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
+    case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+    case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+    default: asm volatile("cp.async.wait_group 3;" ::: "memory");
+  }
+#endif
+}
+
+// Thread block clusters (compute capability 9.0 and up): blocks that run at the same time and may write to
+// each other's shared memory. Elsewhere a cluster is one block and these are never reached.
+
+__device__ __forceinline__ int cluster_rank() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+#else
+  return 0;
+#endif
+}
+
+// Writes `value` where block `rank` of the cluster has its own `shared`.
+__device__ __forceinline__ void cluster_store(float* shared, int rank, float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+#endif
+}
+
+// A barrier for all threads of the cluster, which also makes their cluster_store calls visible.
+__device__ __forceinline__ void cluster_barrier() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// A kernel launched with gpu_launch_after may start while the one before it in the stream still runs. It
+// waits here for that one to end; everything it wrote is then visible.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the blocks of a kernel launched with gpu_launch_after come in as blocks of this one go.
+__device__ __forceinline__ void let_kernel_after_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+#endif  // device compilation
+
+#if defined(__CUDACC__) || defined(__HIPCC__)
+
+// Launches kernel(args...) with blocks in clusters of `cluster` along x, and reports the launch's error.
+template <typename... Params, typename... Args>
+inline gpuError gpu_launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes,
+                           int cluster, gpuStream stream, Args&&... args) {
+  if (shared_bytes > 48 * 1024) {
+    const gpuError error = gpu_allow_shared_bytes(kernel, shared_bytes);
+    if (error != gpuSuccess) return error;
+  }
+#if !defined(USE_ROCM)
+  if (cluster > 1) {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, Params(args)...);
+  }
+#endif
+  kernel<<<grid, block, shared_bytes, stream>>>(args...);
+  return gpuGetLastError();
+}
+
+// Launches a kernel that calls wait_for_kernel_before, so that its start overlaps the end of the kernel
+// launched before it on the stream. (Without effect, and harmless, before compute capability 9.0.)
+template <typename... Params, typename... Args>
+inline gpuError gpu_launch_after(void (*kernel)(Params...), dim3 grid, dim3 block, gpuStream stream,
+                                 Args&&... args) {
+#if defined(USE_ROCM)
+  return gpu_launch(kernel, grid, block, 0, 1, stream, args...);
+#else
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, Params(args)...);
+#endif
+}
+
+#endif  // a GPU compiler
+
+}  // namespace fuselage

@@ -1,0 +1,78 @@
+// The one reduction: the sum of a value over the threads that share a row. The order of the additions is
+// fixed by the thread layout, so the same row gives the same bits wherever and whenever it is computed.
+#pragma once
+
+#include "common/gpu_compat.h"
+
+namespace fuselage {
+
+constexpr int kMaxWarpsPerBlock = 1024 / kWarpSize;
+
+// Sum over `width` neighbouring lanes (a power of two, at most kWarpSize), in every one of them.
+__device__ __forceinline__ float warp_sum(float value, int width) {
+  for (int mask = width / 2; mask > 0; mask /= 2) value += shuffle_xor(value, mask, width);
+  return value;
+}
+
+constexpr int kMaxCluster = 8;
+
+// Shared memory for one row_sum of kCount values.
+template <int kCount>
+struct RowSumScratch {
+  float warps[kCount][kMaxWarpsPerBlock];
+  float blocks[kCount][kMaxCluster];
+};
+
+// Sum of kCount values over the threads that share a row, in every one of them: blockDim.x threads of a
+// block (a power of two, or whole warps), in each of the `cluster` blocks of a cluster. threadIdx.y counts
+// the rows of the block. Beyond a warp a row, all rows of the block, or the whole cluster, call equally often.
+// kRowsApart: the rows of a block need not call at the same time. (That takes a barrier for each, of which a
+// multiprocessor has few, so that fewer blocks fit on it.)
+// NOTE: `scratch` may be used again after the row's next barrier: alternate between two in a loop.
+template <bool kRowsApart, int kCount>
+__device__ __forceinline__ void row_sum(float (&values)[kCount], int cluster,
+                                        RowSumScratch<kCount>& scratch) {
+  const int threads = blockDim.x;
+  if (threads <= kWarpSize) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = warp_sum(values[i], threads);
+    return;
+  }
+  const int warps = threads / kWarpSize;
+  const int first_warp = threadIdx.y * warps;
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    values[i] = warp_sum(values[i], kWarpSize);
+    if (lane == 0) scratch.warps[i][first_warp + threadIdx.x / kWarpSize] = values[i];
+  }
+  if constexpr (kRowsApart) {
+    row_barrier();
+  } else {
+    __syncthreads();
+  }
+  // Every warp adds up its row's warp sums by itself: one barrier, and no broadcast after it.
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float sum = lane < warps ? scratch.warps[i][first_warp + lane] : 0.0f;
+    values[i] = warp_sum(sum, kWarpSize);
+  }
+  if (cluster > 1) {
+    // Each block tells every block of the cluster its sums; all add them up in the same order.
+    if (threadIdx.x < cluster) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        cluster_store(&scratch.blocks[i][cluster_rank()], threadIdx.x, values[i]);
+      }
+    }
+    cluster_barrier();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      float sum = 0.0f;
+      for (int block = 0; block < cluster; ++block) sum += scratch.blocks[i][block];
+      values[i] = sum;
+    }
+  }
+}
+
+}  // namespace fuselage

@@ -1,0 +1,375 @@
+// The one vector type: N elements of T that are loaded and stored together, up to 16 bytes an instruction.
+// Values are kept packed, as they were in memory, and converted to float where they are used, in pairs where
+// the GPU has an instruction for two.
+#pragma once
+
+#include "common/gpu_compat.h"
+
+namespace fuselage {
+
+#if defined(USE_ROCM)
+using float16 = _Float16;
+// HIP's own bfloat16 type changed between releases, so the conversions are spelled out.
+struct bfloat16 {
+  uint16_t bits;
+};
+#else
+using float16 = __half;
+using bfloat16 = __nv_bfloat16;
+#endif
+
+// ---- single values ----
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float value);
+
+template <>
+__device__ __forceinline__ float from_float<float>(float value) {
+  return value;
+}
+
+#if defined(USE_ROCM)
+
+__device__ __forceinline__ float to_float(float16 value) { return static_cast<float>(value); }
+
+__device__ __forceinline__ float to_float(bfloat16 value) {
+  return __uint_as_float(static_cast<uint32_t>(value.bits) << 16);
+}
+
+template <>
+__device__ __forceinline__ float16 from_float<float16>(float value) {
+  return static_cast<float16>(value);
+}
+
+template <>
+__device__ __forceinline__ bfloat16 from_float<bfloat16>(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  if (value != value) return {static_cast<uint16_t>((bits >> 16) | 0x40u)};
+  return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+#else
+
+__device__ __forceinline__ float to_float(float16 value) { return __half2float(value); }
+__device__ __forceinline__ float to_float(bfloat16 value) { return __bfloat162float(value); }
+
+template <>
+__device__ __forceinline__ float16 from_float<float16>(float value) {
+  return __float2half_rn(value);
+}
+
+template <>
+__device__ __forceinline__ bfloat16 from_float<bfloat16>(float value) {
+  return __float2bfloat16_rn(value);
+}
+
+#endif
+
+template <typename To, typename From>
+__device__ __forceinline__ To bits_as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "bits_as keeps the size");
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// `value` as T would hold it.
+template <typename T>
+__device__ __forceinline__ float round_to(float value) {
+  return to_float(from_float<T>(value));
+}
+
+// ---- one 32-bit word: a float, or a pair of half values ----
+
+template <typename T>
+struct WordTraits {
+  static constexpr int kElements = 2;
+
+  static __device__ __forceinline__ void unpack(uint32_t word, float* values) {
+    values[0] = to_float(bits_as<T>(static_cast<uint16_t>(word)));
+    values[1] = to_float(bits_as<T>(static_cast<uint16_t>(word >> 16)));
+  }
+  static __device__ __forceinline__ uint32_t pack(const float* values) {
+    return bits_as<uint16_t>(from_float<T>(values[0])) |
+           static_cast<uint32_t>(bits_as<uint16_t>(from_float<T>(values[1]))) << 16;
+  }
+};
+
+template <>
+struct WordTraits<float> {
+  static constexpr int kElements = 1;
+
+  static __device__ __forceinline__ void unpack(uint32_t word, float* values) {
+    values[0] = __uint_as_float(word);
+  }
+  static __device__ __forceinline__ uint32_t pack(const float* values) {
+    return __float_as_uint(values[0]);
+  }
+};
+
+#if !defined(USE_ROCM)
+
+template <>
+struct WordTraits<bfloat16> {
+  static constexpr int kElements = 2;
+
+  static __device__ __forceinline__ void unpack(uint32_t word, float* values) {
+    values[0] = __uint_as_float(word << 16);
+    values[1] = __uint_as_float(word & 0xffff0000u);
+  }
+  static __device__ __forceinline__ uint32_t pack(const float* values) {
+    return bits_as<uint32_t>(__floats2bfloat162_rn(values[0], values[1]));
+  }
+};
+
+template <>
+struct WordTraits<float16> {
+  static constexpr int kElements = 2;
+
+  static __device__ __forceinline__ void unpack(uint32_t word, float* values) {
+    const float2 pair = __half22float2(bits_as<__half2>(word));
+    values[0] = pair.x;
+    values[1] = pair.y;
+  }
+  static __device__ __forceinline__ uint32_t pack(const float* values) {
+    return bits_as<uint32_t>(__floats2half2_rn(values[0], values[1]));
+  }
+};
+
+#endif
+
+// ---- vectors ----
+
+template <typename T, int N>
+struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
+  using Traits = WordTraits<T>;
+  static constexpr int kBytes = N * static_cast<int>(sizeof(T));
+  static constexpr int kAlignment = kBytes < 16 ? kBytes : 16;
+  static constexpr int kWords = kBytes / 4;
+  static_assert(kBytes % 4 == 0 && (kBytes <= 16 || kBytes % 16 == 0),
+                "a vector is 4, 8 or k * 16 bytes");
+
+  uint32_t words[kWords];
+
+  static __device__ __forceinline__ Vector zero() {
+    Vector v;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) v.words[i] = 0;
+    return v;
+  }
+
+  // NOTE: `source`, in global memory, must be aligned to kAlignment.
+  static __device__ __forceinline__ Vector load(const void* source) {
+    if constexpr (kAlignment == 16) {
+      Vector v;
+#pragma unroll
+      for (int i = 0; i < kWords; i += 4)
+        v.set(i, load_global_16(static_cast<const uint4*>(source) + i / 4));
+      return v;
+    }
+    return load_shared(source);
+  }
+
+  // As load, from shared memory.
+  static __device__ __forceinline__ Vector load_shared(const void* source) {
+    Vector v;
+    if constexpr (kAlignment == 16) {
+#pragma unroll
+      for (int i = 0; i < kWords; i += 4) v.set(i, reinterpret_cast<const uint4*>(source)[i / 4]);
+    } else if constexpr (kAlignment == 8) {
+      const uint2 pair = *reinterpret_cast<const uint2*>(source);
+      v.words[0] = pair.x;
+      v.words[1] = pair.y;
+    } else {
+      v.words[0] = *reinterpret_cast<const uint32_t*>(source);
+    }
+    return v;
+  }
+
+  // Starts the copy of one vector into shared memory (see async_copy).
+  static __device__ __forceinline__ void load_async(Vector* shared, const void* source) {
+#pragma unroll
+    for (int i = 0; i < kBytes; i += kAlignment) {
+      async_copy<kAlignment>(reinterpret_cast<char*>(shared) + i,
+                             static_cast<const char*>(source) + i);
+    }
+  }
+
+  __device__ __forceinline__ void store(void* target) const {
+    if constexpr (kAlignment == 16) {
+#pragma unroll
+      for (int i = 0; i < kWords; i += 4) {
+        reinterpret_cast<uint4*>(target)[i / 4] =
+            make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
+      }
+    } else if constexpr (kAlignment == 8) {
+      *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
+    } else {
+      *reinterpret_cast<uint32_t*>(target) = words[0];
+    }
+  }
+
+  // Bytes between the aligned address at or before `pointer`, and it.
+  static __device__ __forceinline__ int shift_of(const void* pointer) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(pointer) % kAlignment);
+  }
+
+  __device__ __forceinline__ void to_floats(float (&values)[N]) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) Traits::unpack(words[i], values + i * Traits::kElements);
+  }
+
+  static __device__ __forceinline__ Vector from_floats(const float (&values)[N]) {
+    Vector v;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) v.words[i] = Traits::pack(values + i * Traits::kElements);
+    return v;
+  }
+
+  // ---- rows of any alignment: `column` is a multiple of N, the row's start is aligned to T alone ----
+
+  // Bytes [shift, shift + 16) of two vectors in a row.
+  static __device__ __forceinline__ Vector shifted(const Vector& first, const Vector& second,
+                                                   int shift) {
+    Vector result = zero();
+    if constexpr (kBytes == 16) {
+      uint32_t all[8];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        all[i] = first.words[i];
+        all[4 + i] = second.words[i];
+      }
+#pragma unroll
+      for (int i = 0; i < 7; ++i) all[i] = shift & 4 ? all[i + 1] : all[i];
+#pragma unroll
+      for (int i = 0; i < 5; ++i) all[i] = shift & 8 ? all[i + 2] : all[i];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint64_t pair = static_cast<uint64_t>(all[i + 1]) << 32 | all[i];
+        result.words[i] = static_cast<uint32_t>(pair >> (shift & 3) * 8);
+      }
+    }
+    return result;
+  }
+
+  // Bytes [shift, shift + 16) of the 32 aligned bytes at `source` in shared memory.
+  static __device__ __forceinline__ Vector load_shared_shifted(const char* source, int shift) {
+    return shifted(load_shared(source), load_shared(source + 16), shift);
+  }
+
+  // Writes the elements of a row that starts anywhere, or none where not `inside`. The `width` lanes of a
+  // group have neighbouring vectors: each joins the end of the vector before it to the start of its own into
+  // one aligned block; only the first and last of a group, and of the row, write parts of blocks. All lanes of
+  // the warp call together.
+  __device__ __forceinline__ void store_unaligned(T* row, int column, int dim, bool inside,
+                                                  int width) const {
+    char* target = reinterpret_cast<char*>(row + column);
+    const int shift = shift_of(target);
+    const int bytes = (dim - column) * static_cast<int>(sizeof(T));  // of the row from here on
+    if constexpr (kBytes == 16) {
+      Vector before;
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) before.words[i] = shuffle_up(words[i], width);
+      if (!inside) return;
+      if (shift == 0) {
+        if (bytes >= 16) {
+          store(target);
+        } else {
+          store_part(target, 0, bytes);
+        }
+        return;
+      }
+      const int lane = threadIdx.x % width;
+      const Vector block = shifted(before, *this, 16 - shift);  // ends within this vector
+      if (lane > 0 && bytes >= 16 - shift) {
+        block.store(target - shift);
+      } else {
+        block.store_part(target - shift, lane > 0 ? 0 : shift,
+                         bytes < 16 - shift ? bytes + shift : 16);
+      }
+      // What lies behind that block is left to the next lane, where there is one with the rest of it.
+      if (bytes > 16 - shift && (lane == width - 1 || bytes <= 16)) {
+        shifted(*this, *this, 16 - shift)
+            .store_part(target - shift + 16, 0, bytes < 16 ? bytes + shift - 16 : shift);
+      }
+    } else {
+      if (!inside) return;
+      float values[N];
+      to_floats(values);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        if (column + k < dim) row[column + k] = from_float<T>(values[k]);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void set(int i, const uint4& quad) {
+    words[i] = quad.x;
+    words[i + 1] = quad.y;
+    words[i + 2] = quad.z;
+    words[i + 3] = quad.w;
+  }
+
+  // Writes bytes [begin, end) of these 16 to the aligned block at `target`.
+  __device__ __forceinline__ void store_part(char* target, int begin, int end) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (2 * i >= begin && 2 * i < end) {
+        reinterpret_cast<uint16_t*>(target)[i] = static_cast<uint16_t>(words[i / 2] >> i % 2 * 16);
+      }
+    }
+  }
+};
+
+// A vector of a row in global memory on its way: start() of all vectors first, then finish() of each, so that
+// the loads are in flight together. Elements behind the row's end are zero.
+template <typename T, int N, bool kAligned>
+struct Loading {
+  Vector<T, N> first;
+
+  __device__ __forceinline__ void start(const T* row, int column, int dim) {
+    first = column < dim ? Vector<T, N>::load(row + column) : Vector<T, N>::zero();
+  }
+  __device__ __forceinline__ Vector<T, N> finish(const T*, int, int) const { return first; }
+};
+
+// Rows that start anywhere: the vector is cut out of two aligned blocks.
+template <typename T, int N>
+struct Loading<T, N, false> {
+  using V = Vector<T, N>;
+  V first, second;
+
+  // NOTE: the first block may begin before the row, but not before the row's allocation; no block may end
+  // behind the row. The one or two vectors for which it would are read by the element.
+  static __device__ __forceinline__ bool in_blocks(const T* row, int column, int dim, int shift) {
+    if (V::kBytes > 16 && shift != 0) return false;
+    return column + N + (shift == 0 ? 0 : N - shift / static_cast<int>(sizeof(T))) <= dim;
+  }
+  __device__ __forceinline__ void start(const T* row, int column, int dim) {
+    const int shift = V::shift_of(row + column);
+    const char* block = reinterpret_cast<const char*>(row + column) - shift;
+    const bool whole = in_blocks(row, column, dim, shift);
+    first = whole ? V::load(block) : V::zero();
+    second = whole && shift != 0 ? V::load(block + V::kBytes) : V::zero();
+  }
+  __device__ __forceinline__ V finish(const T* row, int column, int dim) const {
+    const int shift = V::shift_of(row + column);
+    if (column >= dim || in_blocks(row, column, dim, shift))
+      return shift == 0 ? first : V::shifted(first, second, shift);
+    float values[N];
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] = column + k < dim ? to_float(row[column + k]) : 0.0f;
+    return V::from_floats(values);
+  }
+};
+
+// Values rounded to T and back.
+template <typename T, int N>
+__device__ __forceinline__ void round_all(float (&values)[N]) {
+  Vector<T, N>::from_floats(values).to_floats(values);
+}
+
+}  // namespace fuselage

@@ -1,0 +1,9 @@
+// Every CPU operator, compiled for AVX2: see isa.h.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC target("avx2,fma,f16c")
+
+#define FUSELAGE_ISA avx2
+#define FUSELAGE_VECTOR_BYTES 32
+
+#include "cpu/rms_norm.cpp"
+#endif

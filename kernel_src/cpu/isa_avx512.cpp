@@ -1,0 +1,9 @@
+// Every CPU operator, compiled for AVX-512: see isa.h.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+
+#define FUSELAGE_ISA avx512
+#define FUSELAGE_VECTOR_BYTES 64
+
+#include "cpu/rms_norm.cpp"
+#endif

@@ -1,0 +1,297 @@
+// rms_norm and fused_add_rms_norm on the CPU, forward and backward: the formulas are in
+// norm/rms_norm.h. A row is read from memory once: the first pass sums it up and leaves it in the
+// cache for the second, which writes the result. Compiled once per instruction set: see isa.h.
+
+#include "cpu/rms_norm.h"
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "cpu/isa.h"
+#include "cpu/vector.h"
+#include "norm/rms_norm.h"
+
+namespace fuselage::cpu {
+
+struct RmsNormFunctions {
+  void (*forward)(const RmsNormForward& p, int64_t row_begin, int64_t row_end);
+  void (*backward)(const RmsNormBackward& p, int64_t chunk_begin, int64_t chunk_end);
+  void (*backward_weight)(const RmsNormBackward& p, int64_t column_begin, int64_t column_end);
+};
+
+namespace FUSELAGE_ISA {
+
+// A weight of one: rms_norm without a weight, where weight_offset does not count either.
+struct RmsNormNoWeight {};
+
+template <class W, class Lanes>
+FUSELAGE_INLINE Floats rms_norm_factor(const W* weight, float offset, int64_t i, Lanes lanes) {
+  return offset + load(weight + i, lanes);
+}
+
+template <class Lanes>
+FUSELAGE_INLINE Floats rms_norm_factor(const RmsNormNoWeight*, float, int64_t, Lanes) {
+  return broadcast(1);
+}
+
+// Forward
+
+// The sum of squares of s = x.
+template <class X>
+static double rms_norm_sum_squares(const X* x,  // [dim]
+                                   int64_t dim) {
+  return sum_vectors(dim, [&](int64_t i, auto lanes) {
+    const Floats s = load(x + i, lanes);
+    return s * s;
+  });
+}
+
+// The sum of squares of s = round(x + residual), which goes to new_residual.
+template <class X>
+static double rms_norm_add_sum_squares(const X* x,         // [dim]
+                                       const X* residual,  // [dim]
+                                       X* new_residual,    // [dim]; may be residual itself
+                                       int64_t dim) {
+  return sum_vectors(dim, [&](int64_t i, auto lanes) {
+    const Floats s = round_to(X{}, load(x + i, lanes) + load(residual + i, lanes));
+    store(new_residual + i, s, lanes);
+    return s * s;
+  });
+}
+
+template <bool kCastBeforeWeight, class X, class W, class Out>
+static void rms_norm_normalize(const X* s,       // [dim]
+                               const W* weight,  // [dim]
+                               Out* out,         // [dim]; may be s itself
+                               int64_t dim, float rstd, float weight_offset) {
+  for_each_vector(0, dim, [&](int64_t i, auto lanes) {
+    Floats n = load(s + i, lanes) * rstd;
+    if constexpr (kCastBeforeWeight) n = round_to(X{}, n);
+    store(out + i, n * rms_norm_factor(weight, weight_offset, i, lanes), lanes);
+  });
+}
+
+template <class X, class W, class Out>
+static void rms_norm_forward_rows(const RmsNormForward& p, int64_t row_begin, int64_t row_end) {
+  const W* weight = static_cast<const W*>(p.weight);
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    const X* s = static_cast<const X*>(p.x) + row * p.x_stride;
+    Out* out = static_cast<Out*>(p.out) + row * p.out_stride;
+
+    double sum_squares;
+    if (p.residual != nullptr) {
+      const X* residual = static_cast<const X*>(p.residual) + row * p.residual_stride;
+      X* new_residual = static_cast<X*>(p.new_residual) + row * p.new_residual_stride;
+      sum_squares = rms_norm_add_sum_squares(s, residual, new_residual, p.dim);
+      s = new_residual;
+    } else {
+      sum_squares = rms_norm_sum_squares(s, p.dim);
+    }
+
+    const float mean = static_cast<float>(sum_squares / static_cast<double>(p.dim));
+    const float rstd = 1 / __builtin_sqrtf(mean + p.eps);
+    if (p.rstd != nullptr) p.rstd[row] = rstd;
+
+    if (p.cast_before_weight) {
+      rms_norm_normalize<true>(s, weight, out, p.dim, rstd, p.weight_offset);
+    } else {
+      rms_norm_normalize<false>(s, weight, out, p.dim, rstd, p.weight_offset);
+    }
+  }
+}
+
+// Backward
+
+// Rows whose part of grad_weight is added up in registers before it goes to the partial sums.
+// Backward on an EPYC Zen 5 at 2048x4096, one core: 0.44 ns an element instead of 0.52 with one row
+// at once in float32, 0.25 instead of 0.36 in bfloat16; two rows are in between.
+constexpr int kRmsNormRowsAtOnce = 4;
+
+// mean(g * xhat) of a row.
+template <class X, class W, class Out>
+static float rms_norm_backward_mean(const Out* grad_out,  // [dim]
+                                    const X* x,           // [dim]
+                                    const W* weight,      // [dim]
+                                    int64_t dim, float rstd, float weight_offset) {
+  const double sum = sum_vectors(dim, [&](int64_t i, auto lanes) {
+    const Floats g = load(grad_out + i, lanes) * rms_norm_factor(weight, weight_offset, i, lanes);
+    return g * (load(x + i, lanes) * rstd);
+  });
+  return static_cast<float>(sum / static_cast<double>(dim));
+}
+
+// Rows [row, row + kRows).
+template <int kRows, class X, class W, class Out>
+static void rms_norm_backward_rows(const RmsNormBackward& p, int64_t row,
+                                   float* partial,  // [dim], or null
+                                   bool first) {    // partial holds nothing yet
+  const int64_t dim = p.dim;
+  const float weight_offset = p.weight_offset;
+  const W* weight = static_cast<const W*>(p.weight);
+  const Out* grad_out[kRows];
+  const X* x[kRows];
+  X* grad_x[kRows] = {};
+  const X* grad_new_residual[kRows] = {};
+  float rstd[kRows];
+  float mean[kRows] = {};  // of g * xhat
+  for (int r = 0; r < kRows; ++r) {
+    grad_out[r] = static_cast<const Out*>(p.grad_out) + (row + r) * p.grad_out_stride;
+    x[r] = static_cast<const X*>(p.x) + (row + r) * p.x_stride;
+    rstd[r] = p.rstd[row + r];
+    if (p.grad_x == nullptr) continue;
+    grad_x[r] = static_cast<X*>(p.grad_x) + (row + r) * dim;
+    mean[r] = rms_norm_backward_mean(grad_out[r], x[r], weight, dim, rstd[r], weight_offset);
+    if (p.grad_new_residual == nullptr) continue;
+    grad_new_residual[r] =
+        static_cast<const X*>(p.grad_new_residual) + (row + r) * p.grad_new_residual_stride;
+  }
+
+  for_each_vector(0, dim, [&](int64_t i, auto lanes) {
+    Floats grad_weight = {};
+    for (int r = 0; r < kRows; ++r) {
+      const Floats go = load(grad_out[r] + i, lanes);
+      const Floats xhat = load(x[r] + i, lanes) * rstd[r];
+      grad_weight += go * xhat;
+      if (p.grad_x == nullptr) continue;
+      const Floats g = go * rms_norm_factor(weight, weight_offset, i, lanes);
+      Floats grad = rstd[r] * (g - xhat * mean[r]);
+      if (p.grad_new_residual != nullptr) grad += load(grad_new_residual[r] + i, lanes);
+      store(grad_x[r] + i, grad, lanes);
+    }
+    if (partial == nullptr) return;
+    if (!first) grad_weight += load(partial + i, lanes);
+    store(partial + i, grad_weight, lanes);
+  });
+}
+
+template <class X, class W, class Out>
+static void rms_norm_backward_chunks_of(const RmsNormBackward& p, int64_t chunk_begin,
+                                        int64_t chunk_end) {
+  for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
+    const int64_t row_begin = p.rows * chunk / p.partial_count;
+    const int64_t row_end = p.rows * (chunk + 1) / p.partial_count;
+    float* partial = p.partials == nullptr ? nullptr : p.partials + chunk * p.dim;
+    if (partial != nullptr && row_begin == row_end) {
+      for_each_vector(0, p.dim,
+                      [&](int64_t i, auto lanes) { store(partial + i, Floats{}, lanes); });
+    }
+    int64_t row = row_begin;
+    for (; row + kRmsNormRowsAtOnce <= row_end; row += kRmsNormRowsAtOnce) {
+      rms_norm_backward_rows<kRmsNormRowsAtOnce, X, W, Out>(p, row, partial, row == row_begin);
+    }
+    for (; row < row_end; ++row) {
+      rms_norm_backward_rows<1, X, W, Out>(p, row, partial, row == row_begin);
+    }
+  }
+}
+
+// In float64, for a strip of columns at a time: there can be many chunks.
+template <class W>
+static void rms_norm_backward_weight_columns(const RmsNormBackward& p, int64_t column_begin,
+                                             int64_t column_end) {
+  constexpr int64_t kStrip = 512;
+  const int64_t chunks = p.rows == 0 ? 0 : p.partial_count;
+  W* grad_weight = static_cast<W*>(p.grad_weight);
+  for (int64_t begin = column_begin; begin < column_end; begin += kStrip) {
+    const int64_t size = column_end - begin < kStrip ? column_end - begin : kStrip;
+    double total[kStrip] = {};
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      const float* partial = p.partials + chunk * p.dim + begin;
+      for (int64_t i = 0; i < size; ++i) total[i] += partial[i];
+    }
+    float sum[kStrip];
+    for (int64_t i = 0; i < size; ++i) sum[i] = static_cast<float>(total[i]);
+    for_each_vector(0, size, [&](int64_t i, auto lanes) {
+      store(grad_weight + begin + i, load(sum + i, lanes), lanes);
+    });
+  }
+}
+
+// From the types in the params to template arguments
+
+// visit(X{}, W{}, Out{}). The binding lets no other combination through.
+template <class Params, class Visit>
+FUSELAGE_INLINE void rms_norm_visit_types(const Params& p, Visit visit) {
+  const auto visit_out = [&](auto x, auto w) {
+    if (p.out_dtype == DType::float32) return visit(x, w, float{});
+    if (p.out_dtype == p.x_dtype) return visit(x, w, x);
+    if constexpr (sizeof(x) == sizeof(float)) {
+      if (p.out_dtype == DType::float16) return visit(x, w, Float16{});
+      return visit(x, w, BFloat16{});
+    }
+    __builtin_trap();
+  };
+  const auto visit_weight = [&](auto x) {
+    if (p.weight == nullptr) return visit_out(x, RmsNormNoWeight{});
+    if (p.weight_dtype == DType::float32) return visit_out(x, float{});
+    if (p.weight_dtype == p.x_dtype) return visit_out(x, x);
+    __builtin_trap();
+  };
+  switch (p.x_dtype) {
+    case DType::float32: return visit_weight(float{});
+    case DType::float16: return visit_weight(Float16{});
+    case DType::bfloat16: return visit_weight(BFloat16{});
+  }
+}
+
+static void rms_norm_forward(const RmsNormForward& p, int64_t row_begin, int64_t row_end) {
+  rms_norm_visit_types(p, [&](auto x, auto w, auto out) {
+    rms_norm_forward_rows<decltype(x), decltype(w), decltype(out)>(p, row_begin, row_end);
+  });
+}
+
+static void rms_norm_backward(const RmsNormBackward& p, int64_t chunk_begin, int64_t chunk_end) {
+  rms_norm_visit_types(p, [&](auto x, auto w, auto out) {
+    rms_norm_backward_chunks_of<decltype(x), decltype(w), decltype(out)>(p, chunk_begin, chunk_end);
+  });
+}
+
+static void rms_norm_backward_weight(const RmsNormBackward& p, int64_t column_begin,
+                                     int64_t column_end) {
+  switch (p.weight_dtype) {
+    case DType::float32:
+      return rms_norm_backward_weight_columns<float>(p, column_begin, column_end);
+    case DType::float16:
+      return rms_norm_backward_weight_columns<Float16>(p, column_begin, column_end);
+    case DType::bfloat16:
+      return rms_norm_backward_weight_columns<BFloat16>(p, column_begin, column_end);
+  }
+}
+
+extern const RmsNormFunctions rms_norm_functions;
+const RmsNormFunctions rms_norm_functions = {rms_norm_forward, rms_norm_backward,
+                                             rms_norm_backward_weight};
+
+}  // namespace FUSELAGE_ISA
+
+// The public functions
+
+#if FUSELAGE_ISA_IS_BASELINE
+
+FUSELAGE_PICK_ISA(RmsNormFunctions, rms_norm_functions)
+
+void rms_norm_forward(const RmsNormForward& p, int64_t row_begin, int64_t row_end) {
+  functions_of_this_cpu().forward(p, row_begin, row_end);
+}
+
+void rms_norm_backward(const RmsNormBackward& p, int64_t chunk_begin, int64_t chunk_end) {
+  functions_of_this_cpu().backward(p, chunk_begin, chunk_end);
+}
+
+void rms_norm_backward_weight(const RmsNormBackward& p, int64_t column_begin, int64_t column_end) {
+  functions_of_this_cpu().backward_weight(p, column_begin, column_end);
+}
+
+// Enough chunks for many cores, and enough rows in each that its partial sums are small beside
+// them. The most rows keep the float32 sum over a chunk short, however many rows there are.
+int64_t rms_norm_backward_chunks(int64_t rows, int64_t /*dim*/) {
+  constexpr int64_t kChunks = 64, kLeastRows = 8, kMostRows = 128;
+  int64_t chunk_rows = (rows + kChunks - 1) / kChunks;
+  if (chunk_rows < kLeastRows) chunk_rows = kLeastRows;
+  if (chunk_rows > kMostRows) chunk_rows = kMostRows;
+  return rows == 0 ? 1 : (rows + chunk_rows - 1) / chunk_rows;
+}
+
+#endif
+
+}  // namespace fuselage::cpu

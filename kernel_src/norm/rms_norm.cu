@@ -1,0 +1,820 @@
+// rms_norm and fused_add_rms_norm on the GPU (formulas: norm/rms_norm.h).
+//
+// Forward: the threads of one row hold it in registers, so it is read once. Loads are 16 bytes wide and all
+// issued before the first use. Short rows share a block; long rows are cut over the blocks of a cluster,
+// which exchange their sums through distributed shared memory.
+//
+// Backward: a persistent grid. Each thread copies its columns of the next rows into shared memory of its own
+// (no barrier, no registers) while it works on the current one, and keeps the weight gradient of its columns
+// in registers. Blocks leave one row of float32 partial sums each; a second kernel adds them up in order.
+//
+// Rows too long for either (no clusters, or beyond what eight blocks hold) are streamed: read twice.
+//
+// A thread has vectors of N elements, 16 bytes of x. With kAligned every row of every tensor starts and ends
+// on a 16-byte boundary; without, rows may start anywhere, and vectors are put together from two aligned
+// blocks (common/vector.h). Which thread has which columns, and so the order of every sum, is the same.
+#include "norm/rms_norm.h"
+
+#include "common/dispatch.h"
+#include "common/reduce.h"
+#include "common/vector.h"
+#include "norm/rms_norm_policy.h"
+
+namespace fuselage {
+namespace {
+
+// ---- device helpers ----
+
+// Whether the weight has the activation's type, and so is kept packed in registers. Float32 weights of half
+// activations are read (from L1) where they are used.
+template <typename T>
+__device__ __forceinline__ bool weight_is_packed(const void* weight, DType weight_dtype) {
+  return weight != nullptr && (sizeof(T) == sizeof(float) || weight_dtype != DType::float32);
+}
+
+template <bool kAligned, int N, typename T>
+__device__ __forceinline__ Vector<T, N> load(const T* row, int column, int dim) {
+  Loading<T, N, kAligned> loading;
+  loading.start(row, column, dim);
+  return loading.finish(row, column, dim);
+}
+
+// Writes `vector` where `inside`. All lanes of the warp call together unless kAligned.
+template <bool kAligned, int N, typename T>
+__device__ __forceinline__ void store(const Vector<T, N>& vector, T* row, int column, int dim,
+                                      bool inside) {
+  if constexpr (kAligned) {
+    if (inside) vector.store(row + column);
+  } else {
+    vector.store_unaligned(row, column, dim, inside,
+                           blockDim.x < kWarpSize ? blockDim.x : kWarpSize);
+  }
+}
+
+// The factors of N columns: weight + offset, or one. `packed` has been started where weight_is_packed.
+template <bool kAligned, typename T, int N>
+__device__ __forceinline__ void weight_factors(const Loading<T, N, kAligned>& packed,
+                                               const void* weight, DType weight_dtype, float offset,
+                                               int column, int dim, float (&factors)[N]) {
+  if (weight == nullptr) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) factors[k] = 1.0f;
+    return;
+  }
+  if (weight_is_packed<T>(weight, weight_dtype)) {
+    packed.finish(static_cast<const T*>(weight), column, dim).to_floats(factors);
+  } else {
+    load<kAligned, N>(static_cast<const float*>(weight), column, dim).to_floats(factors);
+  }
+#pragma unroll
+  for (int k = 0; k < N; ++k) factors[k] += offset;
+}
+
+// s = x, or the rounded sum of x and residual.
+template <typename T, int N>
+__device__ __forceinline__ Vector<T, N> add(const Vector<T, N>& x, const Vector<T, N>& residual) {
+  float a[N], b[N];
+  x.to_floats(a);
+  residual.to_floats(b);
+#pragma unroll
+  for (int k = 0; k < N; ++k) a[k] += b[k];
+  return Vector<T, N>::from_floats(a);
+}
+
+// out = s * rstd * factors, with the intermediate rounding that `cast_before_weight` asks for.
+template <typename T, typename O, int N>
+__device__ __forceinline__ Vector<O, N> scale(const Vector<T, N>& s, float rstd,
+                                              const float (&factors)[N], bool cast_before_weight) {
+  float values[N];
+  s.to_floats(values);
+#pragma unroll
+  for (int k = 0; k < N; ++k) values[k] *= rstd;
+  if (cast_before_weight) round_all<T>(values);
+#pragma unroll
+  for (int k = 0; k < N; ++k) values[k] *= factors[k];
+  return Vector<O, N>::from_floats(values);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ float sum_of_squares(const Vector<T, N>& s) {
+  float values[N], sum = 0.0f;
+  s.to_floats(values);
+#pragma unroll
+  for (int k = 0; k < N; ++k) sum += values[k] * values[k];
+  return sum;
+}
+
+// ---- forward ----
+
+// Grid: x over blocks of rows_per_block * kRows rows (times the cluster). Block: (threads_per_row,
+// rows_per_block).
+template <typename T, typename O, int kVectors, int kRows, bool kResidual, bool kAligned>
+__global__ void __launch_bounds__(kAligned ? 576 : 512, kAligned ? 2 : 1)
+    rms_norm_forward_kernel(const RmsNormForward p, const int cluster) {
+  constexpr int N = 16 / sizeof(T);
+  __shared__ RowSumScratch<kRows> scratch;
+  const int dim = static_cast<int>(p.dim);
+  const int step = blockDim.x * N;  // between a thread's vectors
+  const int block_in_row = cluster > 1 ? cluster_rank() : 0;
+  const int row_block = cluster > 1 ? blockIdx.x / cluster : blockIdx.x;
+  const int first_column = block_in_row * kVectors * step + threadIdx.x * N;
+  const int64_t first_row = (int64_t{row_block} * blockDim.y + threadIdx.y) * kRows;
+  const T* x = static_cast<const T*>(p.x) + first_row * p.x_stride;
+  const T* residual = static_cast<const T*>(p.residual) + first_row * p.residual_stride;
+  const T* packed_weight =
+      weight_is_packed<T>(p.weight, p.weight_dtype) ? static_cast<const T*>(p.weight) : nullptr;
+  // Rows behind the last are empty.
+  const auto dim_of = [&](int i) { return first_row + i < p.rows ? dim : 0; };
+
+  // Start to load everything this thread works on.
+  Loading<T, N, kAligned> loading[kRows][kVectors],
+      residual_loading[kResidual ? kRows : 1][kVectors];
+  Loading<T, N, kAligned> weight_loading[kVectors];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      loading[i][j].start(x + i * p.x_stride, first_column + j * step, dim_of(i));
+      if constexpr (kResidual) {
+        residual_loading[i][j].start(residual + i * p.residual_stride, first_column + j * step,
+                                     dim_of(i));
+      }
+    }
+  }
+  if (packed_weight != nullptr) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      weight_loading[j].start(packed_weight, first_column + j * step, dim);
+  }
+
+  // Row statistics.
+  Vector<T, N> s[kRows][kVectors];
+  float sums[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    sums[i] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int column = first_column + j * step;
+      s[i][j] = loading[i][j].finish(x + i * p.x_stride, column, dim_of(i));
+      if constexpr (kResidual) {
+        s[i][j] = add(s[i][j], residual_loading[i][j].finish(residual + i * p.residual_stride,
+                                                             column, dim_of(i)));
+      }
+      sums[i] += sum_of_squares(s[i][j]);
+    }
+  }
+  row_sum<false>(sums, cluster, scratch);
+
+  // Write the results.
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int64_t row = first_row + i;
+    const float rstd = rsqrtf(sums[i] / static_cast<float>(dim) + p.eps);
+    if (p.rstd != nullptr && first_column == 0 && row < p.rows) p.rstd[row] = rstd;
+    O* out = static_cast<O*>(p.out) + row * p.out_stride;
+    T* new_residual = static_cast<T*>(p.new_residual) + row * p.new_residual_stride;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int column = first_column + j * step;
+      const bool inside = column < dim_of(i);
+      if constexpr (kResidual) store<kAligned>(s[i][j], new_residual, column, dim, inside);
+      float factors[N];
+      weight_factors<kAligned>(weight_loading[j], p.weight, p.weight_dtype, p.weight_offset, column,
+                               dim, factors);
+      store<kAligned>(scale<T, O>(s[i][j], rstd, factors, p.cast_before_weight), out, column, dim,
+                      inside);
+    }
+  }
+}
+
+// Rows of any length, one a block, read twice: the second time mostly from L2.
+template <typename T, typename O, bool kResidual, bool kAligned>
+__global__ void __launch_bounds__(512) rms_norm_forward_streamed_kernel(const RmsNormForward p) {
+  constexpr int N = 16 / sizeof(T);
+  __shared__ RowSumScratch<1> scratch;
+  const int64_t row = blockIdx.x;
+  // NOTE: x and out, and residual and new_residual, may be the same memory. Every element is read, and
+  // read again, by the thread that writes it.
+  const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+  const T* residual = static_cast<const T*>(p.residual) + row * p.residual_stride;
+  T* new_residual = static_cast<T*>(p.new_residual) + row * p.new_residual_stride;
+  O* out = static_cast<O*>(p.out) + row * p.out_stride;
+  const int dim = static_cast<int>(p.dim);
+  const int step = blockDim.x * N;
+
+  float sum[1] = {0.0f};
+#pragma unroll 4
+  for (int start = 0; start < dim; start += step) {
+    const int column = start + threadIdx.x * N;
+    Vector<T, N> s = load<kAligned, N>(x, column, dim);
+    if constexpr (kResidual) {
+      s = add(s, load<kAligned, N>(residual, column, dim));
+      store<kAligned>(s, new_residual, column, dim, column < dim);
+    }
+    sum[0] += sum_of_squares(s);
+  }
+  // NOTE: unaligned, a thread's columns may have been written by its neighbours: row_sum has a barrier.
+  row_sum<false>(sum, 1, scratch);
+  const float rstd = rsqrtf(sum[0] / static_cast<float>(dim) + p.eps);
+  if (p.rstd != nullptr && threadIdx.x == 0) p.rstd[row] = rstd;
+
+#pragma unroll 4
+  for (int start = 0; start < dim; start += step) {
+    const int column = start + threadIdx.x * N;
+    const Vector<T, N> s = load<kAligned, N>(kResidual ? new_residual : x, column, dim);
+    Loading<T, N, kAligned> weight;
+    if (weight_is_packed<T>(p.weight, p.weight_dtype))
+      weight.start(static_cast<const T*>(p.weight), column, dim);
+    float factors[N];
+    weight_factors<kAligned>(weight, p.weight, p.weight_dtype, p.weight_offset, column, dim,
+                             factors);
+    store<kAligned>(scale<T, O>(s, rstd, factors, p.cast_before_weight), out, column, dim,
+                    column < dim);
+  }
+}
+
+// ---- backward ----
+
+// The rows of the gradient's inputs on their way through shared memory, a few stages of them. A stage holds,
+// for each row of the block, grad_out, x and perhaps grad_new_residual.
+
+// Aligned rows: a thread copies the vectors that it will use itself, so no barrier is needed.
+// [stage][tensor][vector][thread]
+template <typename T, typename O, int kVectors>
+struct PrivateStages {
+  static constexpr int N = 16 / sizeof(T);
+  static constexpr bool kShared = false;
+  static constexpr int kPitch = kVectors * kMaxThreads * N;  // elements of a tensor in a stage
+  static constexpr int kTwoTensors = kPitch * static_cast<int>(sizeof(O) + sizeof(T));
+
+  char* memory;  // this thread's first vector
+  int stage_bytes, dim, first_column, step;
+  int64_t grad_out_stride, x_stride, grad_new_residual_stride;
+  const O* next_grad_out;  // first vector of the row that is started next
+  const T* next_x;
+  const T* next_grad_new_residual;
+
+  __device__ __forceinline__ PrivateStages(void* shared, const RmsNormBackward& p,
+                                           int first_column_, int64_t first_row, int64_t row_step,
+                                           int stages)
+      : memory(static_cast<char*>(shared)),
+        dim(static_cast<int>(p.dim)),
+        first_column(first_column_),
+        step(blockDim.x * N) {
+    stage_bytes =
+        kTwoTensors + (p.grad_new_residual != nullptr ? kPitch * static_cast<int>(sizeof(T)) : 0);
+    const auto start_of = [&](auto* tensor, int64_t stride) {
+      return tensor + first_row * stride + first_column;
+    };
+    next_grad_out = start_of(static_cast<const O*>(p.grad_out), p.grad_out_stride);
+    next_x = start_of(static_cast<const T*>(p.x), p.x_stride);
+    next_grad_new_residual =
+        start_of(static_cast<const T*>(p.grad_new_residual), p.grad_new_residual_stride);
+    grad_out_stride = row_step * p.grad_out_stride;
+    x_stride = row_step * p.x_stride;
+    grad_new_residual_stride = row_step * p.grad_new_residual_stride;
+    // Columns behind the row's end are zero in every stage: nothing is copied there later.
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      if (inside(j)) continue;
+      for (int stage = 0; stage < stages; ++stage) {
+        *grad_out_slot(stage, j) = Vector<O, N>::zero();
+        *x_slot(stage, j) = Vector<T, N>::zero();
+      }
+    }
+  }
+
+  __device__ __forceinline__ bool inside(int j) const { return first_column + j * step < dim; }
+
+  template <typename U>
+  __device__ __forceinline__ Vector<U, N>* slot(char* tensor, int j) const {
+    const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+    return reinterpret_cast<Vector<U, N>*>(tensor) + thread + j * kMaxThreads;
+  }
+  __device__ __forceinline__ Vector<O, N>* grad_out_slot(int stage, int j) const {
+    return slot<O>(memory + stage * stage_bytes, j);
+  }
+  __device__ __forceinline__ Vector<T, N>* x_slot(int stage, int j) const {
+    return slot<T>(memory + stage * stage_bytes + kPitch * static_cast<int>(sizeof(O)), j);
+  }
+  __device__ __forceinline__ Vector<T, N>* grad_new_residual_slot(int stage, int j) const {
+    return slot<T>(memory + stage * stage_bytes + kTwoTensors, j);
+  }
+
+  __device__ __forceinline__ void start_next_row(int64_t, int stage, bool row_inside) {
+    if (row_inside) {
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        if (inside(j)) {
+          Vector<O, N>::load_async(grad_out_slot(stage, j), next_grad_out + j * step);
+          Vector<T, N>::load_async(x_slot(stage, j), next_x + j * step);
+        }
+      }
+      if (stage_bytes > kTwoTensors) {
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j) {
+          if (inside(j))
+            Vector<T, N>::load_async(grad_new_residual_slot(stage, j),
+                                     next_grad_new_residual + j * step);
+        }
+      }
+    }
+    next_grad_out += grad_out_stride;
+    next_x += x_stride;
+    next_grad_new_residual += grad_new_residual_stride;
+  }
+  __device__ __forceinline__ void grad_out(int64_t, int stage, int j, float (&values)[N]) const {
+    Vector<O, N>::load_shared(grad_out_slot(stage, j)).to_floats(values);
+  }
+  __device__ __forceinline__ void x(int64_t, int stage, int j, float (&values)[N]) const {
+    Vector<T, N>::load_shared(x_slot(stage, j)).to_floats(values);
+  }
+  __device__ __forceinline__ void grad_new_residual(int64_t, int stage, int j,
+                                                    float (&values)[N]) const {
+    Vector<T, N>::load_shared(grad_new_residual_slot(stage, j)).to_floats(values);
+  }
+};
+
+// Rows of any alignment: the threads of a row copy its 16-byte blocks together, and each then finds its
+// vectors at the row's own offset. [row of the block][tensor], row_bytes each.
+template <typename T, typename O, int kVectors>
+struct SharedStages {
+  static constexpr int N = 16 / sizeof(T);
+  static constexpr bool kShared = true;
+
+  char* memory;
+  const RmsNormBackward& p;
+  int first_column;
+
+  __device__ __forceinline__ SharedStages(void* shared, const RmsNormBackward& p_,
+                                          int first_column_, int64_t, int64_t, int)
+      : memory(static_cast<char*>(shared)), p(p_), first_column(first_column_) {}
+
+  // Columns of a row that this block works on.
+  __device__ __forceinline__ int slice() const { return blockDim.x * kVectors * N; }
+  __device__ __forceinline__ int slice_start() const { return first_column - threadIdx.x * N; }
+
+  __device__ __forceinline__ char* row_memory(int stage, int tensor) const {
+    const int tensors = p.grad_new_residual != nullptr ? 3 : 2;
+    const int row_bytes = shared_row_bytes(slice(), sizeof(O) > sizeof(T) ? sizeof(O) : sizeof(T));
+    const int row = stage * static_cast<int>(blockDim.y) + static_cast<int>(threadIdx.y);
+    return memory + (row * tensors + tensor) * row_bytes;
+  }
+  template <typename U>
+  __device__ __forceinline__ const char* row_start(const void* tensor, int64_t row,
+                                                   int64_t stride) const {
+    return reinterpret_cast<const char*>(static_cast<const U*>(tensor) + row * stride +
+                                         slice_start());
+  }
+  static __device__ __forceinline__ int shift_of(const char* start) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(start) % 16);
+  }
+
+  template <typename U>
+  __device__ __forceinline__ void start_tensor(const void* tensor, int64_t row, int64_t stride,
+                                               int stage, int index) const {
+    const char* begin = row_start<U>(tensor, row, stride);
+    const int columns = min(static_cast<int>(p.dim) - slice_start(), slice());
+    // NOTE: the first block may begin before the row, but not before the row's allocation.
+    const char* source = begin - shift_of(begin);
+    const int bytes = shift_of(begin) + columns * static_cast<int>(sizeof(U));
+    char* target = row_memory(stage, index);
+    for (int offset = 16 * threadIdx.x; offset < bytes; offset += 16 * blockDim.x) {
+      async_copy_partial(target + offset, source + offset, min(bytes - offset, 16));
+    }
+  }
+  __device__ __forceinline__ void start_next_row(int64_t row, int stage, bool row_inside) const {
+    if (!row_inside) return;
+    start_tensor<O>(p.grad_out, row, p.grad_out_stride, stage, 0);
+    start_tensor<T>(p.x, row, p.x_stride, stage, 1);
+    if (p.grad_new_residual != nullptr) {
+      start_tensor<T>(p.grad_new_residual, row, p.grad_new_residual_stride, stage, 2);
+    }
+  }
+
+  // NOTE: behind the row's end lies whatever was in shared memory: zero it, as its product with anything
+  // may reach a sum.
+  template <typename U>
+  __device__ __forceinline__ void read(const void* tensor, int64_t row, int64_t stride, int stage,
+                                       int index, int j, float (&values)[N]) const {
+    const int shift = shift_of(row_start<U>(tensor, row, stride));
+    const int local = (j * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * N;
+    const char* source = row_memory(stage, index) + local * static_cast<int>(sizeof(U));
+    if constexpr (sizeof(U) == sizeof(T)) {
+      Vector<U, N>::load_shared_shifted(source, shift).to_floats(values);
+    } else {
+#pragma unroll
+      for (int k = 0; k < N; ++k)
+        values[k] = to_float(reinterpret_cast<const U*>(source + shift)[k]);
+    }
+    const int left = static_cast<int>(p.dim) - slice_start() - local;
+    if (left >= N) return;
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] = k < left ? values[k] : 0.0f;
+  }
+  __device__ __forceinline__ void grad_out(int64_t row, int stage, int j,
+                                           float (&values)[N]) const {
+    read<O>(p.grad_out, row, p.grad_out_stride, stage, 0, j, values);
+  }
+  __device__ __forceinline__ void x(int64_t row, int stage, int j, float (&values)[N]) const {
+    read<T>(p.x, row, p.x_stride, stage, 1, j, values);
+  }
+  __device__ __forceinline__ void grad_new_residual(int64_t row, int stage, int j,
+                                                    float (&values)[N]) const {
+    read<T>(p.grad_new_residual, row, p.grad_new_residual_stride, stage, 2, j, values);
+  }
+};
+
+// Grid: persistent, x over clusters. Block: (threads_per_row, rows_per_block).
+template <typename T, typename O, int kVectors, typename Stages>
+__global__ void __launch_bounds__(512, 1)
+    rms_norm_backward_kernel(const RmsNormBackward p, const int cluster, const int stages) {
+  constexpr int N = Stages::N;
+  constexpr bool kAligned = !Stages::kShared;
+  extern __shared__ uint4 dynamic_memory[];
+  __shared__ RowSumScratch<1> scratch[2];
+  const int dim = static_cast<int>(p.dim);
+  const int step = blockDim.x * N;  // between a thread's vectors
+  const int block_in_row = cluster > 1 ? cluster_rank() : 0;
+  const int first_column = block_in_row * kVectors * step + threadIdx.x * N;
+  const auto column_of = [&](int j) { return first_column + j * step; };
+  const int64_t first_row = int64_t{blockIdx.x / cluster} * blockDim.y + threadIdx.y;
+  const int64_t row_step = int64_t{gridDim.x / cluster} * blockDim.y;
+  Stages staged(dynamic_memory, p, first_column, first_row, row_step, stages);
+  const auto start = [&](int64_t row, int stage) {
+    staged.start_next_row(row, stage, row < p.rows);
+    async_copy_commit();
+  };
+
+  // The weight first: behind the rows it would wait for all of them.
+  Loading<T, N, kAligned> weight[kVectors];
+  if (weight_is_packed<T>(p.weight, p.weight_dtype)) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      weight[j].start(static_cast<const T*>(p.weight), column_of(j), dim);
+  }
+  float next_rstd = first_row < p.rows ? p.rstd[first_row] : 0.0f;
+  for (int stage = 0; stage < stages - 1; ++stage) start(first_row + stage * row_step, stage);
+
+  // The factors of this thread's columns.
+  float factors[kVectors][N];
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    weight_factors<kAligned>(weight[j], p.weight, p.weight_dtype, p.weight_offset, column_of(j),
+                             dim, factors[j]);
+  }
+  float grad_weight[kVectors][N];
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) grad_weight[j][k] = 0.0f;
+  }
+
+  int stage = 0, parity = 0;
+  // All rows of a block, and all blocks of a cluster, go round the same number of times.
+  for (int64_t row = first_row; row - threadIdx.y < p.rows; row += row_step) {
+    const int64_t row_to_start = row + (stages - 1) * row_step;
+    const int stage_to_start = stage == 0 ? stages - 1 : stage - 1;
+    if constexpr (Stages::kShared) {
+      // The barrier makes this row visible to all its threads, and frees the stage of the row before it.
+      async_copy_wait(stages - 2);
+      row_barrier();
+      start(row_to_start, stage_to_start);
+    } else {
+      start(row_to_start, stage_to_start);
+      async_copy_wait(stages - 1);
+    }
+    const float rstd = next_rstd;
+    if (row + row_step < p.rows) next_rstd = p.rstd[row + row_step];
+    const bool row_inside = row < p.rows;
+
+    // mean(g * xhat), where g = grad_out * factor and xhat = x * rstd.
+    float dot[1] = {0.0f};
+    if (row_inside) {
+      float dots[kVectors];
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        float g[N], x[N];
+        staged.grad_out(row, stage, j, g);
+        staged.x(row, stage, j, x);
+        dots[j] = 0.0f;
+#pragma unroll
+        for (int k = 0; k < N; ++k) dots[j] += g[k] * factors[j][k] * x[k];
+      }
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) dot[0] += dots[j];
+    }
+    row_sum<true>(dot, cluster, scratch[parity]);
+    const float x_factor = dot[0] / static_cast<float>(dim) * rstd * rstd * rstd;
+
+    // grad_x = rstd * g - x * rstd^2 * mean(g * xhat), and this row's part of grad_weight.
+    if (kAligned ? row_inside : true) {
+      T* grad_x = static_cast<T*>(p.grad_x) + row * p.dim;
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        float g[N], x[N];
+        staged.grad_out(row, stage, j, g);
+        staged.x(row, stage, j, x);
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+          g[k] *= rstd;
+          if (row_inside) grad_weight[j][k] += g[k] * x[k];
+          x[k] = g[k] * factors[j][k] - x[k] * x_factor;
+        }
+        if (p.grad_new_residual != nullptr) {
+          staged.grad_new_residual(row, stage, j, g);
+#pragma unroll
+          for (int k = 0; k < N; ++k) x[k] += g[k];
+        }
+        const bool inside = p.grad_x != nullptr && row_inside && column_of(j) < dim;
+        store<kAligned>(Vector<T, N>::from_floats(x), grad_x, column_of(j), dim, inside);
+      }
+    }
+    stage = stage + 1 == stages ? 0 : stage + 1;
+    parity ^= 1;
+  }
+  let_kernel_after_start();
+  if (p.grad_weight == nullptr) return;
+
+  // Add up the rows of the block, in order, and leave the block's sum: [row of the block][column].
+  async_copy_wait(0);
+  __syncthreads();
+  const int columns = kVectors * step;
+  float* sums = reinterpret_cast<float*>(dynamic_memory);
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    Vector<float, N>::from_floats(grad_weight[j])
+        .store(sums + threadIdx.y * columns + j * step + threadIdx.x * N);
+  }
+  __syncthreads();
+  constexpr int kWidth = 4;  // columns a thread adds up together
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  for (int i = thread * kWidth; i < columns; i += blockDim.x * blockDim.y * kWidth) {
+    float sum[kWidth] = {};
+    for (int row = 0; row < static_cast<int>(blockDim.y); ++row) {
+      float values[kWidth];
+      Vector<float, kWidth>::load_shared(sums + row * columns + i).to_floats(values);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) sum[k] += values[k];
+    }
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      const int column = block_in_row * columns + i + k;
+      if (column >= dim) continue;
+      if (p.partial_count > 1) {
+        p.partials[int64_t{blockIdx.x / cluster} * p.dim + column] = sum[k];
+      } else if (weight_is_packed<T>(p.weight, p.weight_dtype)) {
+        static_cast<T*>(p.grad_weight)[column] = from_float<T>(sum[k]);
+      } else {
+        static_cast<float*>(p.grad_weight)[column] = sum[k];
+      }
+    }
+  }
+}
+
+// grad_x of rows of any length, one a block.
+template <typename T, typename O, bool kAligned>
+__global__ void __launch_bounds__(512) rms_norm_backward_streamed_kernel(const RmsNormBackward p) {
+  constexpr int N = 16 / sizeof(T);
+  __shared__ RowSumScratch<1> scratch;
+  const int64_t row = blockIdx.x;
+  const O* grad_out = static_cast<const O*>(p.grad_out) + row * p.grad_out_stride;
+  const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+  const T* grad_new_residual =
+      static_cast<const T*>(p.grad_new_residual) + row * p.grad_new_residual_stride;
+  const float rstd = p.rstd[row];
+  const int dim = static_cast<int>(p.dim);
+  const int step = blockDim.x * N;
+
+  // g = grad_out * factor, and x.
+  const auto load_both = [&](int column, float(&g)[N], float(&x_values)[N]) {
+    Loading<T, N, kAligned> weight;
+    if (weight_is_packed<T>(p.weight, p.weight_dtype))
+      weight.start(static_cast<const T*>(p.weight), column, dim);
+    float factors[N];
+    load<kAligned, N>(grad_out, column, dim).to_floats(g);
+    load<kAligned, N>(x, column, dim).to_floats(x_values);
+    weight_factors<kAligned>(weight, p.weight, p.weight_dtype, p.weight_offset, column, dim,
+                             factors);
+#pragma unroll
+    for (int k = 0; k < N; ++k) g[k] *= factors[k];
+  };
+
+  float dot[1] = {0.0f};
+#pragma unroll 2
+  for (int column = threadIdx.x * N; column < dim; column += step) {
+    float g[N], values[N];
+    load_both(column, g, values);
+#pragma unroll
+    for (int k = 0; k < N; ++k) dot[0] += g[k] * values[k];
+  }
+  row_sum<false>(dot, 1, scratch);
+  const float mean_rstd = dot[0] * rstd / static_cast<float>(dim) * rstd;
+
+#pragma unroll 2
+  for (int start = 0; start < dim; start += step) {
+    const int column = start + threadIdx.x * N;
+    float g[N], values[N];
+    load_both(column, g, values);
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] = rstd * g[k] - values[k] * rstd * mean_rstd;
+    if (p.grad_new_residual != nullptr) {
+      load<kAligned, N>(grad_new_residual, column, dim).to_floats(g);
+#pragma unroll
+      for (int k = 0; k < N; ++k) values[k] += g[k];
+    }
+    store<kAligned>(Vector<T, N>::from_floats(values), static_cast<T*>(p.grad_x) + row * p.dim,
+                    column, dim, column < dim);
+  }
+}
+
+// Partial sums of grad_weight of streamed rows. Grid: (columns / threads, partial_count); a thread has one
+// column of an equal share of the rows.
+template <typename T, typename O>
+__global__ void __launch_bounds__(256)
+    rms_norm_backward_streamed_weight_kernel(const RmsNormBackward p) {
+  const int64_t column = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (column >= p.dim) return;
+  const int64_t first_row = p.rows * blockIdx.y / gridDim.y;
+  const int64_t last_row = p.rows * (blockIdx.y + 1) / gridDim.y;
+  float sum = 0.0f;
+#pragma unroll 8
+  for (int64_t row = first_row; row < last_row; ++row) {
+    const float g = to_float(static_cast<const O*>(p.grad_out)[row * p.grad_out_stride + column]);
+    const float x = to_float(static_cast<const T*>(p.x)[row * p.x_stride + column]);
+    sum += g * (x * p.rstd[row]);
+  }
+  p.partials[blockIdx.y * p.dim + column] = sum;
+}
+
+// grad_weight = sum of the partials over the blocks. Block: 32 columns x 32 shares of the partials.
+template <typename W>
+__global__ void __launch_bounds__(1024) rms_norm_backward_weight_kernel(const RmsNormBackward p) {
+  __shared__ float sums[32][33];
+  const int64_t column = int64_t{blockIdx.x} * 32 + threadIdx.x;
+  float sum = 0.0f;
+  wait_for_kernel_before();
+  if (column < p.dim) {
+#pragma unroll 8
+    for (int64_t i = threadIdx.y; i < p.partial_count; i += 32)
+      sum += p.partials[i * p.dim + column];
+  }
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  sum = warp_sum(sums[threadIdx.x][threadIdx.y], kWarpSize);
+  const int64_t out_column = int64_t{blockIdx.x} * 32 + threadIdx.y;
+  if (threadIdx.x == 0 && out_column < p.dim)
+    static_cast<W*>(p.grad_weight)[out_column] = from_float<W>(sum);
+}
+
+// ---- launchers ----
+
+const char* message_of(gpuError error) {
+  return error == gpuSuccess ? nullptr : gpuGetErrorString(error);
+}
+
+bool aligned_rows(const void* pointer, int64_t stride, DType dtype) {
+  const int64_t bytes = 16;
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0 &&
+         stride * dtype_size(dtype) % bytes == 0;
+}
+
+// Whether every row of every tensor starts and ends on a 16-byte boundary (of x, where types differ).
+bool is_aligned(const RmsNormForward& p) {
+  return p.dim * dtype_size(p.x_dtype) % 16 == 0 && aligned_rows(p.x, p.x_stride, p.x_dtype) &&
+         aligned_rows(p.residual, p.residual_stride, p.x_dtype) &&
+         aligned_rows(p.new_residual, p.new_residual_stride, p.x_dtype) &&
+         aligned_rows(p.out, p.out_stride, p.out_dtype) && aligned_rows(p.weight, 0, p.x_dtype);
+}
+
+bool is_aligned(const RmsNormBackward& p) {
+  return p.dim * dtype_size(p.x_dtype) % 16 == 0 && aligned_rows(p.x, p.x_stride, p.x_dtype) &&
+         aligned_rows(p.grad_out, p.grad_out_stride, p.out_dtype) &&
+         aligned_rows(p.grad_new_residual, p.grad_new_residual_stride, p.x_dtype) &&
+         aligned_rows(p.grad_x, p.dim, p.x_dtype) && aligned_rows(p.weight, 0, p.x_dtype);
+}
+
+// f(true_type) or f(false_type).
+template <typename F>
+gpuError with_bool(bool value, F&& f) {
+  return value ? f(std::true_type{}) : f(std::false_type{});
+}
+
+BackwardPolicy policy_of(const RmsNormBackward& p, int device) {
+  return rms_norm_backward_policy(device_info(device), is_aligned(p), dtype_size(p.x_dtype),
+                                  dtype_size(p.out_dtype), p.grad_new_residual != nullptr, p.rows,
+                                  p.dim);
+}
+
+template <typename T, typename O, bool kResidual, bool kAligned>
+gpuError launch_forward(const RmsNormForward& p, int device, gpuStream stream) {
+  const RowPolicy policy =
+      rms_norm_forward_policy(device_info(device), dtype_size(p.x_dtype), p.dim);
+  if (policy.streamed) {
+    return gpu_launch(&rms_norm_forward_streamed_kernel<T, O, kResidual, kAligned>, dim3(p.rows),
+                      dim3(policy.threads_per_row), 0, 1, stream, p);
+  }
+  const auto launch = [&](auto kernel) {
+    const int64_t rows_per_block = int64_t{policy.rows_per_block} * policy.rows_per_thread;
+    const dim3 grid(ceil_div(p.rows, rows_per_block) * policy.cluster);
+    const dim3 block(policy.threads_per_row, policy.rows_per_block);
+    return gpu_launch(kernel, grid, block, 0, policy.cluster, stream, p, policy.cluster);
+  };
+  switch (policy.vectors) {
+    case 1: return launch(&rms_norm_forward_kernel<T, O, 1, 4, kResidual, kAligned>);
+    case 2: return launch(&rms_norm_forward_kernel<T, O, 2, 2, kResidual, kAligned>);
+    default: return launch(&rms_norm_forward_kernel<T, O, 4, 1, kResidual, kAligned>);
+  }
+}
+
+// `kVectors` is the most that the policy gives; halves of it are what else it may give.
+template <typename T, typename O, int kVectors, template <typename, typename, int> class Stages>
+gpuError launch_backward_rows(const RmsNormBackward& p, const BackwardPolicy& policy,
+                              gpuStream stream) {
+  if constexpr (kVectors > 1) {
+    if (policy.row.vectors < kVectors) {
+      return launch_backward_rows<T, O, kVectors / 2, Stages>(p, policy, stream);
+    }
+  }
+  return gpu_launch(
+      &rms_norm_backward_kernel<T, O, kVectors, Stages<T, O, kVectors>>, dim3(policy.blocks),
+      dim3(policy.row.threads_per_row, policy.row.rows_per_block), policy.shared_bytes,
+      policy.row.cluster, stream, p, policy.row.cluster, policy.stages);
+}
+
+template <typename T, typename O>
+gpuError launch_backward_streamed(const RmsNormBackward& p, const BackwardPolicy& policy,
+                                  gpuStream stream) {
+  if (p.grad_x != nullptr) {
+    const gpuError error = with_bool(is_aligned(p), [&](auto aligned) {
+      return gpu_launch(&rms_norm_backward_streamed_kernel<T, O, aligned>, dim3(p.rows),
+                        dim3(policy.row.threads_per_row), 0, 1, stream, p);
+    });
+    if (error != gpuSuccess) return error;
+  }
+  if (p.grad_weight == nullptr) return gpuSuccess;
+  return gpu_launch(&rms_norm_backward_streamed_weight_kernel<T, O>,
+                    dim3(ceil_div(p.dim, 256), p.partial_count), dim3(256), 0, 1, stream, p);
+}
+
+gpuError launch_backward_weight(const RmsNormBackward& p, gpuStream stream) {
+  gpuError error = gpuSuccess;
+  dispatch_activation_output(p.weight_dtype, p.weight_dtype, [&](auto tag, auto) {
+    using W = typename decltype(tag)::type;
+    error = gpu_launch_after(&rms_norm_backward_weight_kernel<W>, dim3(ceil_div(p.dim, 32)),
+                             dim3(32, 32), stream, p);
+  });
+  return error;
+}
+
+}  // namespace
+
+namespace gpu {
+
+const char* rms_norm_forward(const RmsNormForward& p, int device, void* stream) {
+  gpuError error = gpuSuccess;
+  const bool supported =
+      dispatch_activation_output(p.x_dtype, p.out_dtype, [&](auto x_tag, auto out_tag) {
+        using T = typename decltype(x_tag)::type;
+        using O = typename decltype(out_tag)::type;
+        error = with_bool(p.residual != nullptr, [&](auto residual) {
+          return with_bool(is_aligned(p), [&](auto aligned) {
+            return launch_forward<T, O, residual, aligned>(p, device,
+                                                           static_cast<gpuStream>(stream));
+          });
+        });
+      });
+  return supported ? message_of(error) : "unsupported element types";
+}
+
+int64_t rms_norm_backward_partials(const RmsNormBackward& p, int device) {
+  const BackwardPolicy policy = policy_of(p, device);
+  return policy.blocks / policy.row.cluster;
+}
+
+const char* rms_norm_backward(const RmsNormBackward& p, int device, void* raw_stream) {
+  const gpuStream stream = static_cast<gpuStream>(raw_stream);
+  const BackwardPolicy policy = policy_of(p, device);
+  gpuError error = gpuSuccess;
+  const bool supported =
+      dispatch_activation_output(p.x_dtype, p.out_dtype, [&](auto x_tag, auto out_tag) {
+        using T = typename decltype(x_tag)::type;
+        using O = typename decltype(out_tag)::type;
+        if (policy.row.streamed) {
+          error = launch_backward_streamed<T, O>(p, policy, stream);
+        } else if (is_aligned(p)) {
+          error = launch_backward_rows<T, O, 32 * sizeof(T) / 16, PrivateStages>(p, policy, stream);
+        } else {
+          error = launch_backward_rows<T, O, 32 * sizeof(T) / 16, SharedStages>(p, policy, stream);
+        }
+      });
+  if (!supported) return "unsupported element types";
+  const bool partial = p.partial_count > 1 || policy.row.streamed;
+  if (error == gpuSuccess && p.grad_weight != nullptr && partial)
+    error = launch_backward_weight(p, stream);
+  return message_of(error);
+}
+
+}  // namespace gpu
+}  // namespace fuselage

@@ -1,0 +1,161 @@
+// How rms_norm kernels are laid out on a GPU: pure functions of the device, the element types and the shape.
+#pragma once
+
+#include <algorithm>
+
+#include "common/device_info.h"
+#include "common/reduce.h"
+#include "norm/rms_norm.h"
+
+namespace fuselage {
+
+// One row belongs to `threads_per_row` threads in each of `cluster` blocks; a thread has `vectors` vectors of
+// it, for `rows_per_thread` rows at once. Rows too long for that are `streamed`: read twice, the second time
+// from cache.
+struct RowPolicy {
+  int vectors;
+  int rows_per_thread;
+  int threads_per_row;
+  int rows_per_block;  // rows side by side in one block
+  int cluster;
+  bool streamed;
+};
+
+constexpr int kMaxThreads = 512;  // as the kernels' launch bounds
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline int next_power_of_two(int64_t n) {
+  int power = 1;
+  while (power < n) power *= 2;
+  return power;
+}
+
+// Threads for a row of `count` vectors at `vectors` a thread: a power of two within a warp, whole warps beyond.
+inline int threads_for(int64_t count, int vectors) {
+  const int64_t threads = ceil_div(count, vectors);
+  if (threads <= kWarpSize) return next_power_of_two(threads);
+  return static_cast<int>(ceil_div(threads, kWarpSize) * kWarpSize);
+}
+
+// Blocks to cut a row of `count` vectors over, so that each has `wanted` vectors or fewer: one where the GPU
+// has no clusters.
+inline int cluster_for(const DeviceInfo& device, int64_t count, int64_t wanted) {
+  if (device.compute_capability < 90) return 1;
+  return std::min(next_power_of_two(ceil_div(count, wanted)), kMaxCluster);
+}
+
+// The most vectors of a row that a block of the forward holds.
+constexpr int64_t kForwardBlockVectors = 4 * kMaxThreads;
+
+inline RowPolicy rms_norm_forward_policy(const DeviceInfo& device, int element_size, int64_t dim) {
+  const int64_t count = ceil_div(dim, 16 / element_size);
+  RowPolicy policy{4, 1, 0, 1, 1, false};
+  // Four 16-byte loads in flight a thread fill the memory pipeline at the occupancy these kernels have.
+  // Short rows get there by taking several rows a thread.
+  if (count <= kWarpSize) {
+    policy.vectors = 1;
+    policy.rows_per_thread = 4;
+  } else if (count <= 2 * kWarpSize) {
+    policy.vectors = 2;
+    policy.rows_per_thread = 2;
+  }
+  if (count > kForwardBlockVectors)
+    policy.cluster = cluster_for(device, count, kForwardBlockVectors / 2);
+  const int64_t block_count = ceil_div(count, policy.cluster);
+  policy.streamed = block_count > kForwardBlockVectors;
+  if (policy.streamed) {
+    policy.cluster = 1;
+    policy.threads_per_row = kMaxThreads;
+    return policy;
+  }
+  policy.threads_per_row = threads_for(block_count, policy.vectors);
+  if (policy.threads_per_row <= kWarpSize) policy.rows_per_block = 128 / policy.threads_per_row;
+  return policy;
+}
+
+struct BackwardPolicy {
+  RowPolicy row;
+  int stages;        // rows under way between global and shared memory
+  int shared_bytes;  // dynamic shared memory of a block
+  int blocks;        // persistent blocks; each cluster of them leaves one row of weight partials
+};
+
+// Shared memory of one row of unaligned elements: its 16-byte blocks, of which it may touch one more than
+// its size says, and one that is read with the last but not used.
+constexpr
+#if defined(__CUDACC__) || defined(__HIPCC__)
+    __host__ __device__
+#endif
+    inline int
+    shared_row_bytes(int columns, int element_size) {
+  return (columns * element_size + 15) / 16 * 16 + 32;
+}
+
+inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& device, bool aligned, int x_size,
+                                               int out_size, bool has_grad_new_residual,
+                                               int64_t rows, int64_t dim) {
+  BackwardPolicy policy{};
+  RowPolicy& row = policy.row;
+  row = {1, 1, kMaxThreads, 1, 1, false};
+  const int vector_size = 16 / x_size;
+  // A thread accumulates the weight gradient of its columns in registers: at most 32 of them.
+  const int shared_bytes = device.shared_bytes_per_block - 1024;  // less the kernel's own arrays
+  const int x_reads = has_grad_new_residual ? 2 : 1;
+  // Bytes of one stage of `rows` rows of `threads` * `vectors` vectors. Aligned stages have room for
+  // kMaxThreads, whatever is used of it.
+  const auto stage_bytes_of = [&](int rows, int threads, int vectors) {
+    if (aligned) return kMaxThreads * vectors * vector_size * (x_reads * x_size + out_size);
+    return rows * (x_reads + 1) *
+           shared_row_bytes(threads * vectors * vector_size, std::max(x_size, out_size));
+  };
+  const int least_stages = aligned ? 1 : 2;
+
+  const int64_t count = ceil_div(dim, vector_size);
+  // Where shared memory is small, threads have fewer vectors (aligned) or rows fewer threads.
+  int most_vectors = 32 / vector_size;
+  int block_threads = kMaxThreads;
+  while (aligned && most_vectors > 1 &&
+         stage_bytes_of(1, kMaxThreads, most_vectors) > shared_bytes) {
+    most_vectors /= 2;
+  }
+  while (!aligned && block_threads > kWarpSize &&
+         least_stages * stage_bytes_of(1, block_threads, most_vectors) > shared_bytes) {
+    block_threads -= kWarpSize;
+  }
+  const int64_t block_limit = int64_t{block_threads} * most_vectors;
+  if (count > block_limit) row.cluster = cluster_for(device, count, block_limit);
+  const int64_t block_count = ceil_div(count, row.cluster);
+  row.streamed = block_count > block_limit;
+  if (row.streamed) {
+    row.cluster = 1;
+    policy.blocks = static_cast<int>(std::min<int64_t>(rows, 32));
+    return policy;
+  }
+  row.vectors = most_vectors;
+  while (row.vectors > 1 && block_count <= kWarpSize * row.vectors / 2) row.vectors /= 2;
+  row.threads_per_row = threads_for(block_count, row.vectors);
+  // As many rows side by side as there are for each multiprocessor, threads for, and room for two stages.
+  if (row.cluster == 1) {
+    const int64_t rows_each = ceil_div(rows, device.multiprocessors);
+    row.rows_per_block =
+        static_cast<int>(std::clamp<int64_t>(rows_each, 1, kMaxThreads / row.threads_per_row));
+    while (!aligned && row.rows_per_block > 1 &&
+           2 * stage_bytes_of(row.rows_per_block, row.threads_per_row, row.vectors) >
+               shared_bytes) {
+      --row.rows_per_block;
+    }
+  }
+  const int stage_bytes = stage_bytes_of(row.rows_per_block, row.threads_per_row, row.vectors);
+  policy.stages = std::clamp(shared_bytes / stage_bytes, least_stages, 4);
+  // At the end the same memory holds the weight gradients of the block's rows, to add them up.
+  const int columns = row.threads_per_row * row.vectors * vector_size;
+  const int weight_bytes = row.rows_per_block * columns * static_cast<int>(sizeof(float));
+  policy.shared_bytes = std::max(policy.stages * stage_bytes, weight_bytes);
+  const int64_t row_blocks = ceil_div(rows, row.rows_per_block);
+  policy.blocks = static_cast<int>(std::min<int64_t>(
+      row_blocks * row.cluster, device.multiprocessors / row.cluster * row.cluster));
+  return policy;
+}
+
+}  // namespace fuselage

@@ -1,0 +1,67 @@
+"""Loads the kernel the way a user does and hands it to every test.
+
+`get_kernel` is pointed at this checkout by `LOCAL_KERNELS`, so `make build` must have run. Set
+`FUSELAGE_KERNEL_DIR` to test another checkout, or one variant folder of a release.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+REPO_ID = "fuselage-kernels/fuselage"
+VERSION = 1
+REPO_DIR = Path(__file__).resolve().parent.parent
+KERNEL_DIR = Path(os.environ.get("FUSELAGE_KERNEL_DIR", REPO_DIR)).resolve()
+
+# `kernels` and `huggingface_hub` read these once, at import or at the first call.
+os.environ["LOCAL_KERNELS"] = f"{REPO_ID}={KERNEL_DIR}"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+import torch  # noqa: E402
+
+
+def why_no_cuda() -> str | None:
+    """Why this run has no CUDA tests; None where it has them."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    variants = [KERNEL_DIR, *KERNEL_DIR.glob("torch-*"), *KERNEL_DIR.glob("build/torch-*")]
+    if any(re.search(r"-(cu|rocm)\d+-", path.name) for path in variants):
+        return None
+    return "no GPU variant is built (is there no nvcc?)"
+
+
+def kernel_backend() -> str | None:
+    """The backend to ask for: `None` (automatic) on a GPU, otherwise the CPU variant."""
+    return "cpu" if why_no_cuda() else None
+
+
+@pytest.fixture(scope="session")
+def fuselage() -> ModuleType:
+    """The kernel, as `get_kernel` returns it."""
+    from kernels import get_kernel
+
+    return get_kernel(REPO_ID, version=VERSION, backend=kernel_backend())
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    """Every device the suite runs on; one that this machine lacks is skipped with a reason."""
+    if request.param == "cuda" and (reason := why_no_cuda()):
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Seeds every generator before each test, so that a failure repeats."""
+    value = 20261121
+    random.seed(value)
+    torch.manual_seed(value)
+    return value

@@ -1,0 +1,36 @@
+"""The same operators as models write them in PyTorch, in their dtypes: the bar for accuracy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Norms
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`LlamaRMSNorm` of transformers with `cast_before_weight`, else its `GemmaRMSNorm`."""
+    n = x.float()
+    n = n * torch.rsqrt(n.pow(2).mean(-1, keepdim=True) + eps)
+    if cast_before_weight:
+        n = n.to(x.dtype)
+        if weight is not None:
+            n = (weight if weight_offset == 0 else weight_offset + weight.float()) * n
+    elif weight is not None:
+        n = n * (weight_offset + weight.float())
+    return n.to(out_dtype or x.dtype)
+
+
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, **options
+) -> tuple[Tensor, Tensor]:
+    new_residual = x + residual
+    return rms_norm(new_residual, weight, eps, **options), new_residual

@@ -1,0 +1,336 @@
+"""The builder and what it makes: build.toml, the variant folder, and every way of loading it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPO_DIR, REPO_ID, VERSION
+
+sys.path.insert(0, str(REPO_DIR / "tools"))
+
+from builder.config import BACKENDS, load
+from builder.errors import BuildError
+from builder.includes import included_headers
+from builder.sources import check_sources
+from check_abi import has_symbol_table, violations
+from kernels._rust import Backend, Build, Digest, DigestAlgorithm, DigestValidationError, Metadata
+
+BUILD_VARIANT = REPO_DIR / "tools/build_variant.py"
+LOCKED_KERNELS = "8ac69fc542a4306eade0759ef7c45b4f2ae57df0"
+
+
+def run(command: list, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `command` with `environment` on top of this process's, and returns its output."""
+    values = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **environment}
+    return subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env={key: value for key, value in values.items() if value is not None},
+    )
+
+
+def build(*options: object, **environment: str) -> str:
+    """Builds the CPU variant and returns what the builder prints."""
+    result = run([sys.executable, BUILD_VARIANT, "--backend", "cpu", *options], **environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def python(code: str, **environment: str) -> str:
+    """Runs `code` in a Python of its own and returns what it prints."""
+    result = run([sys.executable, "-c", code], **environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout.strip()
+
+
+@pytest.fixture(scope="session")
+def variant() -> Path:
+    """The CPU variant of this checkout, built if need be."""
+    build()
+    (folder,) = (REPO_DIR / "build").glob("torch-stable-abi*-cpu-*")
+    return folder
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what the builder reads, to be broken."""
+    for name in ("build.toml", "kernel_src", "torch-ext"):
+        source, target = REPO_DIR / name, tmp_path / "checkout" / name
+        target.parent.mkdir(exist_ok=True)
+        shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+    return tmp_path / "checkout"
+
+
+# build.toml
+
+
+def test_build_toml_is_valid_and_targets_the_stable_abi():
+    backends = Build.open(REPO_DIR).general.backends
+    assert backends == [Backend.CPU, Backend.CUDA, Backend.ROCm]
+    config = load(REPO_DIR)
+    assert config.stable_abi == {"cpu": "2.10", "cuda": "2.10", "rocm": "2.10"}
+    assert re.search(r"^edition = 5$", (REPO_DIR / "build.toml").read_text(), re.MULTILINE)
+
+
+def test_build_toml_lists_every_source():
+    check_sources(load(REPO_DIR))
+
+
+def test_an_unlisted_file_is_named(checkout: Path):
+    (checkout / "kernel_src/common/stray.h").write_text("#pragma once\n")
+    with pytest.raises(BuildError, match=r"kernel_src/common/stray\.h: not listed; .*kernel\.\*"):
+        check_sources(load(checkout))
+
+
+def test_a_listed_file_that_is_missing_is_named(checkout: Path):
+    (checkout / "kernel_src/cpu/rms_norm.h").unlink()
+    with pytest.raises(BuildError, match=r"kernel_src/cpu/rms_norm\.h: listed in \[kernel\.cpu\]"):
+        check_sources(load(checkout))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_include_of_a_file_another_backend_lists_is_named(checkout: Path, backend: str):
+    text = (checkout / "build.toml").read_text()
+    sections = text.split("\n[")
+    other = next(name for name in BACKENDS if name != backend)
+    index = {
+        name: next(i for i, part in enumerate(sections) if f'backend = "{name}"' in part)
+        for name in (backend, other)
+    }
+    path = f"kernel_src/cpu/only_{other}.h"
+    (checkout / path).write_text("#pragma once\n")
+    sections[index[other]] = sections[index[other]].replace("src = [", f'src = [\n  "{path}",', 1)
+    (checkout / "build.toml").write_text("\n[".join(sections))
+    header = checkout / "kernel_src/cpu/rms_norm.h"
+    header.write_text(f'#include "cpu/only_{other}.h"\n' + header.read_text())
+    with pytest.raises(
+        BuildError, match=rf"rms_norm\.h: includes {path}.* for {backend}.*\[kernel"
+    ):
+        check_sources(load(checkout), (backend,))
+
+
+def test_includes_follow_the_backend_macros():
+    text = """
+    #include "always.h"
+    // #include "comment.h"
+    #if defined(CUDA_KERNEL) || defined(ROCM_KERNEL)
+    #include "gpu.h"
+    #else /* no GPU */
+    #include "cpu.h"
+    #endif
+    #ifdef SOMETHING_ELSE
+    #include "maybe.h"
+    #elif defined(CPU_KERNEL)
+    #include "maybe_cpu.h"
+    #endif
+    #include <system.h>
+    """
+    assert list(included_headers(text, "cpu")) == ["always.h", "cpu.h", "maybe.h", "maybe_cpu.h"]
+    assert list(included_headers(text, "rocm")) == ["always.h", "gpu.h", "maybe.h"]
+
+
+def test_no_generated_project_files_and_a_locked_builder():
+    for name in ("pyproject.toml", "setup.py", "CMakeLists.txt"):
+        assert not (REPO_DIR / name).exists(), f"{name} is generated; it stays out of git"
+    nodes = json.loads((REPO_DIR / "flake.lock").read_text())["nodes"]
+    locked = [node["locked"] for node in nodes.values() if "locked" in node]
+    revisions = [lock["rev"] for lock in locked if lock.get("repo") == "kernels"]
+    assert revisions == [LOCKED_KERNELS]
+
+
+# The variant folder
+
+
+def test_metadata_and_digest(variant: Path, tmp_path: Path):
+    metadata = Metadata.read_from_file(variant / "metadata.json")
+    assert str(metadata.name) == "fuselage"
+    assert metadata.version == VERSION
+    assert metadata.license == "apache-2.0"
+    assert metadata.backend.backend_type == Backend.CPU
+    assert re.fullmatch(r"_fuselage_cpu_[0-9a-f]{7}(_dirty)?", metadata.id)
+    metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+    libraries = [path.name for path in variant.glob("*.so")]
+    assert libraries == [f"{metadata.id}.abi3.so"]
+
+    copy = tmp_path / variant.name
+    shutil.copytree(variant, copy)
+    with open(copy / "__init__.py", "a") as file:
+        file.write("\n")
+    with pytest.raises(DigestValidationError, match="__init__"):
+        metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, copy))
+
+
+def test_provenance_names_the_commit(variant: Path):
+    provenance = Metadata.read_from_file(variant / "metadata.json").provenance
+    git = ["git", "-C", REPO_DIR]
+    head = run([*git, "rev-parse", "HEAD"])
+    if head.returncode != 0:
+        assert provenance.kernel is None
+    else:
+        status = run([*git, "status", "--porcelain", "--untracked-files=no"]).stdout
+        assert provenance.kernel.commit == head.stdout.strip()
+        assert provenance.kernel.dirty == bool(status.strip())
+
+
+def test_kernels_info_accepts_the_build(variant: Path):
+    code = "from kernels.cli import main; main()"
+    result = run([sys.executable, "-c", code, "info", REPO_DIR, "--json"])
+    assert result.returncode == 0, result.stderr
+    info = json.loads(result.stdout)
+    assert info["name"] == "fuselage" and "cpu" in info["backends"]
+
+
+def test_the_library_keeps_to_its_abis(variant: Path, tmp_path: Path):
+    (library,) = variant.glob("*.so")
+    assert has_symbol_table(library)
+    assert violations(library) == []
+
+
+def test_the_abi_check_can_fail(tmp_path: Path):
+    if tuple(map(int, platform.libc_ver()[1].split("."))) < (2, 32):
+        pytest.skip("this glibc has no symbol that manylinux_2_28 lacks")
+    source, library = tmp_path / "newer.c", tmp_path / "newer.so"
+    source.write_text(
+        "extern char __libc_single_threaded;\nchar f() { return __libc_single_threaded; }"
+    )
+    compiler = shutil.which("gcc") or shutil.which("g++")
+    assert run([compiler, "-shared", "-fPIC", "-o", library, source]).returncode == 0
+    assert any("__libc_single_threaded" in line for line in violations(library))
+    assert run(["strip", library]).returncode == 0
+    assert violations(library) == ["is stripped, so its symbols cannot be checked"]
+
+
+# Loading
+
+
+def test_get_kernel_loads_this_build(fuselage, variant: Path):
+    from kernels import get_loaded_kernels
+
+    (loaded,) = [item for item in get_loaded_kernels() if item.module is fuselage]
+    assert str(loaded.metadata.name) == "fuselage"
+    assert Path(fuselage.__file__).parent.parent == REPO_DIR / "build"
+    assert all(hasattr(fuselage, name) for name in fuselage.__all__)
+
+
+def test_get_kernel_offline_from_a_hub_cache(variant: Path, tmp_path: Path):
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / f"kernels--{REPO_ID.replace('/', '--')}"
+    shutil.copytree(variant, repository / "snapshots" / revision / "build" / variant.name)
+    (repository / "refs").mkdir()
+    (repository / "refs" / f"v{VERSION}").write_text(revision)
+    code = f"""
+from kernels import get_kernel
+kernel = get_kernel({REPO_ID!r}, version={VERSION}, backend="cpu")
+print(kernel.__file__)
+"""
+    printed = python(
+        code, HF_HUB_CACHE=str(tmp_path), KERNELS_CACHE=None, LOCAL_KERNELS=None, HF_HUB_OFFLINE="1"
+    )
+    assert printed.splitlines()[-1].startswith(str(repository))
+
+
+def test_import_by_python_path(variant: Path, fuselage):
+    code = """
+import json, sys, fuselage
+import fuselage.layers
+print(json.dumps([fuselage.__all__, [hasattr(fuselage, name) for name in fuselage.__all__]]))
+"""
+    names, present = json.loads(python(code, PYTHONPATH=str(variant)))
+    assert names == list(fuselage.__all__)
+    assert all(present)
+
+
+def test_two_builds_live_in_one_process(variant: Path, tmp_path: Path):
+    for unique_id in ("aaaaaaa", "bbbbbbb"):
+        folders = ["--output", tmp_path / unique_id, "--work", tmp_path / "work"]
+        output = build("--unique-id", unique_id, *folders)
+    # The second id compiles the binding and the link, and none of the kernels.
+    compiled = re.findall(r"^\[\d+/\d+\] (\S+)", output, re.MULTILINE)
+    assert compiled == ["torch-ext/torch_binding.cpp", "link"]
+
+    code = f"""
+from pathlib import Path
+import torch
+from kernels import get_local_kernel
+folders = [Path({str(tmp_path)!r}) / name for name in ("aaaaaaa", "bbbbbbb")]
+first, second = (get_local_kernel(folder, backend="cpu") for folder in folders)
+assert first is not second
+x = torch.randn(3, 5)
+assert torch.equal(first.rms_norm(x), second.rms_norm(x))
+print(first.__name__, second.__name__)
+print(len(dir(torch.ops._fuselage_cpu_aaaaaaa)) > 0, first.rms_norm is second.rms_norm)
+"""
+    printed = python(code, LOCAL_KERNELS=None).splitlines()
+    assert printed[-2:] == ["_fuselage_cpu_aaaaaaa _fuselage_cpu_bbbbbbb", "True False"]
+
+
+# Rebuilding
+
+
+def test_a_second_build_compiles_nothing(variant: Path):
+    build()
+    assert "up to date, nothing compiled" in build()
+
+
+def test_touching_a_file_compiles_nothing(variant: Path):
+    build()
+    for path in ("kernel_src/norm/rms_norm.h", "torch-ext/torch_binding.cpp"):
+        os.utime(REPO_DIR / path)
+    assert "up to date, nothing compiled" in build()
+
+
+def test_what_an_earlier_build_left_is_removed(variant: Path, tmp_path: Path):
+    output, work = tmp_path / "out", REPO_DIR / "build/.work"
+    folder = output / variant.name
+    folder.mkdir(parents=True)
+    (folder / "_fuselage_cpu_0000000.abi3.so").write_bytes(b"")
+    (folder / "old_module.py").write_text("")
+    build("--output", output, "--work", work)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        path.name for path in variant.iterdir() if path.name != "__pycache__"
+    )
+
+
+# Messages
+
+
+@pytest.mark.parametrize(
+    "environment", [{"CXX": "/nonexistent/g++"}, {"CXX": None, "PATH": "/nonexistent"}]
+)
+def test_a_missing_compiler_is_a_message(environment: dict, tmp_path: Path):
+    command = [sys.executable, BUILD_VARIANT, "--backend", "cpu", "--output", tmp_path]
+    result = run(command, **environment)
+    assert result.returncode == 1
+    assert re.fullmatch(r"error: no C\+\+ compiler \(.*\): apt-get install g\+\+\n", result.stderr)
+
+
+def test_a_compile_error_is_the_compilers_message(checkout: Path, tmp_path: Path):
+    binding = checkout / "torch-ext/torch_binding.cpp"
+    binding.write_text('#error "broken on purpose"\n' + binding.read_text())
+    for path in (checkout / "kernel_src/cpu").glob("*.cpp"):
+        path.write_text("")  # nothing but the binding takes time
+    command = [sys.executable, BUILD_VARIANT, "--backend", "cpu", "--source", checkout]
+    result = run([*command, "--output", tmp_path / "out"])
+    assert result.returncode == 1
+    assert "torch-ext/torch_binding.cpp:1:2: error: #error" in result.stdout
+    assert "error: compilation failed" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_an_unknown_architecture_is_a_message(tmp_path: Path):
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc")
+    options = ["--backend", "cuda", "--archs", "3.5", "--output", tmp_path]
+    result = run([sys.executable, BUILD_VARIANT, *options])
+    assert result.returncode == 1
+    assert "3.5: not among the architectures" in result.stderr
+    assert "Traceback" not in result.stderr

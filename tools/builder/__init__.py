@@ -1,0 +1,9 @@
+"""The local builder: what `tools/build_variant.py` is made of.
+
+config      build.toml, read and validated
+sources     every source is listed, every include reaches a listed file
+identity    the id of this source state, and where it came from
+toolchain   compilers, Torch, Python headers, ninja
+compile     one compile command a source, and the ninja file
+package     the variant folder: Python files, library, metadata.json
+"""

@@ -1,0 +1,187 @@
+// What every binding needs: checks with readable errors, the row view of a tensor, allocation, and the
+// current stream. Tensors stop here; below are raw pointers.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "common/dtype.h"
+
+#if defined(CUDA_KERNEL) || defined(ROCM_KERNEL)
+#define FUSELAGE_GPU 1
+// Torch's own declaration is only seen when its CUDA headers are.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                             void** ret_stream);
+#endif
+
+namespace fuselage::binding {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// Raises RuntimeError("fuselage::<op>: <message>").
+template <typename... Parts>
+[[noreturn]] void fail(const char* op, const Parts&... parts) {
+  std::ostringstream message;
+  message << "fuselage::" << op << ": ";
+  (message << ... << parts);
+  throw std::runtime_error(message.str());
+}
+
+// The message is built only when the condition is false.
+#define FUSELAGE_CHECK(op, condition, ...) \
+  if (!(condition)) ::fuselage::binding::fail(op, __VA_ARGS__)
+
+inline std::string shape_of(const Tensor& tensor) {
+  std::ostringstream text;
+  text << "[";
+  for (int64_t i = 0; i < tensor.dim(); ++i) text << (i == 0 ? "" : ", ") << tensor.size(i);
+  text << "]";
+  return text.str();
+}
+
+inline std::string device_of(const Tensor& tensor) {
+  if (tensor.is_cpu()) return "cpu";
+  if (!tensor.is_cuda()) return "another kind of device";
+  return "cuda:" + std::to_string(tensor.get_device_index());
+}
+
+inline std::optional<DType> dtype_from(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float: return DType::float32;
+    case ScalarType::Half: return DType::float16;
+    case ScalarType::BFloat16: return DType::bfloat16;
+    default: return std::nullopt;
+  }
+}
+
+inline ScalarType scalar_type_of(DType dtype) {
+  switch (dtype) {
+    case DType::float16: return ScalarType::Half;
+    case DType::bfloat16: return ScalarType::BFloat16;
+    default: return ScalarType::Float;
+  }
+}
+
+inline DType check_dtype(const char* op, const char* name, const Tensor& tensor) {
+  const std::optional<DType> dtype = dtype_from(tensor.scalar_type());
+  FUSELAGE_CHECK(op, dtype.has_value(), "`", name, "` must be float16, bfloat16 or float32, got ",
+                 torch::headeronly::toString(tensor.scalar_type()));
+  return *dtype;
+}
+
+inline void check_same_device(const char* op, const char* name, const Tensor& tensor,
+                              const Tensor& x) {
+  const bool same =
+      tensor.is_cpu() == x.is_cpu() && tensor.get_device_index() == x.get_device_index();
+  FUSELAGE_CHECK(op, same, "`", name, "` must be on the device of `x` (", device_of(x), "), got ",
+                 device_of(tensor));
+}
+
+inline void check_same_shape(const char* op, const char* name, const Tensor& tensor,
+                             const Tensor& x) {
+  bool same = tensor.dim() == x.dim();
+  for (int64_t i = 0; same && i < x.dim(); ++i) same = tensor.size(i) == x.size(i);
+  FUSELAGE_CHECK(op, same, "`", name, "` must have the shape of `x` ", shape_of(x), ", got ",
+                 shape_of(tensor));
+}
+
+// A tensor seen as [rows, dim] with adjacent elements in a row and `stride` elements between rows.
+struct Rows {
+  Tensor tensor;  // keeps a contiguous copy alive
+  int64_t stride;
+
+  const void* data() const { return tensor.const_data_ptr(); }
+};
+
+// The stride between rows, or nothing where the tensor cannot be seen that way.
+inline std::optional<int64_t> row_stride_of(const Tensor& tensor) {
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  const int64_t last = tensor.dim() - 1;
+  if (sizes[last] != 1 && strides[last] != 1) return std::nullopt;
+  int64_t row_stride = sizes[last];
+  int64_t next = -1;  // the stride that the next dimension out must have
+  for (int64_t i = last - 1; i >= 0; --i) {
+    if (sizes[i] == 1) continue;
+    if (next == -1) {
+      row_stride = strides[i];
+    } else if (strides[i] != next) {
+      return std::nullopt;
+    }
+    next = strides[i] * sizes[i];
+  }
+  return row_stride;
+}
+
+// Reads the tensor in place where it has rows, and copies it otherwise.
+inline Rows rows_of(const Tensor& tensor) {
+  if (const auto stride = row_stride_of(tensor)) return {tensor, *stride};
+  return {torch::stable::contiguous(tensor), tensor.size(tensor.dim() - 1)};
+}
+
+// A contiguous tensor on the device of `like`. One call into Torch, past its dispatcher.
+inline Tensor empty(const int64_t* sizes, int64_t dim, ScalarType type, const Tensor& like) {
+  constexpr int64_t kMaxDim = 64;
+  int64_t strides[kMaxDim];
+  if (dim > kMaxDim) throw std::runtime_error("fuselage: tensors have at most 64 dimensions");
+  int64_t stride = 1;
+  for (int64_t i = dim - 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= sizes[i] == 0 ? 1 : sizes[i];
+  }
+  int32_t dtype = 0;
+  switch (type) {
+    case ScalarType::Half: dtype = aoti_torch_dtype_float16(); break;
+    case ScalarType::BFloat16: dtype = aoti_torch_dtype_bfloat16(); break;
+    default: dtype = aoti_torch_dtype_float32();
+  }
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      dim, sizes, strides, dtype,
+      like.is_cpu() ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
+      like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+inline Tensor empty_like(const Tensor& like, ScalarType type) {
+  const auto sizes = like.sizes();
+  return empty(sizes.data(), static_cast<int64_t>(sizes.size()), type, like);
+}
+
+// What stands for an output that was not asked for: ops have no optional results.
+inline Tensor no_tensor(const Tensor& like) {
+  const int64_t size = 0;
+  return empty(&size, 1, like.scalar_type(), like);
+}
+
+#if defined(FUSELAGE_GPU)
+// Makes a device current while it lives, and knows the stream to launch on.
+class OnDevice {
+ public:
+  explicit OnDevice(int32_t device) : device_(device) {
+    // A guard costs an allocation; mostly the device is current already.
+    if (torch::stable::accelerator::getCurrentDeviceIndex() != device) guard_.emplace(device);
+  }
+  void* stream() const {
+    void* stream = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
+    return stream;
+  }
+
+ private:
+  int32_t device_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
+#endif
+
+}  // namespace fuselage::binding

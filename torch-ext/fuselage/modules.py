@@ -1,0 +1,88 @@
+"""Modules that own their parameters, in the manner of `torch.nn`."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+
+from .norm import fused_add_rms_norm, rms_norm
+
+
+class RMSNorm(torch.nn.Module):
+    """`rms_norm` with a weight of its own, like `torch.nn.RMSNorm` over the last dimension.
+
+    Args:
+        dim: Size of the last dimension.
+        eps: Added to the mean of squares.
+        elementwise_affine: Whether there is a weight. It starts so that the module only normalises.
+        weight_offset, cast_before_weight, out_dtype: As in `rms_norm`.
+        device, dtype: Of the weight.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        *,
+        weight_offset: float = 0.0,
+        cast_before_weight: bool = False,
+        out_dtype: Optional[torch.dtype] = None,
+        device=None,
+        dtype: Optional[torch.dtype] = None,
+    ):
+        super().__init__()
+        self.dim = dim
+        self.eps = eps
+        self.weight_offset = weight_offset
+        self.cast_before_weight = cast_before_weight
+        self.out_dtype = out_dtype
+        weight = (
+            torch.nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+            if elementwise_affine
+            else None
+        )
+        self.register_parameter("weight", weight)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight so that `weight_offset + weight` is one."""
+        if self.weight is not None:
+            torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(
+            x,
+            self.weight,
+            self.eps,
+            weight_offset=self.weight_offset,
+            cast_before_weight=self.cast_before_weight,
+            out_dtype=self.out_dtype,
+        )
+
+    def extra_repr(self) -> str:
+        affine = self.weight is not None
+        text = f"{self.dim}, eps={self.eps}, elementwise_affine={affine}"
+        if self.weight_offset:
+            text += f", weight_offset={self.weight_offset}"
+        if self.cast_before_weight:
+            text += ", cast_before_weight=True"
+        if self.out_dtype is not None:
+            text += f", out_dtype={self.out_dtype}"
+        return text
+
+
+class FusedAddRMSNorm(RMSNorm):
+    """`fused_add_rms_norm` with a weight of its own: `(x, residual) -> (out, new_residual)`."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return fused_add_rms_norm(
+            x,
+            residual,
+            self.weight,
+            self.eps,
+            weight_offset=self.weight_offset,
+            cast_before_weight=self.cast_before_weight,
+            out_dtype=self.out_dtype,
+        )

@@ -1,0 +1,49 @@
+// Schemas and registration. `*_fwd` ops return what their backward needs as well; the plain ones return the
+// results alone.
+#include <torch/csrc/stable/library.h>
+
+#include "binding/norm.h"
+#include "registration.h"
+
+STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
+  ops.def(
+      "rms_norm(Tensor x, Tensor? weight, float eps, float weight_offset, bool cast_before_weight, "
+      "ScalarType? out_dtype) -> Tensor");
+  ops.def(
+      "rms_norm_fwd(Tensor x, Tensor? weight, float eps, float weight_offset, bool cast_before_weight, "
+      "ScalarType? out_dtype) -> (Tensor out, Tensor rstd)");
+  ops.def(
+      "rms_norm_bwd(Tensor grad_out, Tensor? grad_new_residual, Tensor x, Tensor? weight, Tensor rstd, "
+      "float weight_offset, bool needs_grad_x, bool needs_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
+  ops.def(
+      "fused_add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, "
+      "bool cast_before_weight, ScalarType? out_dtype) -> (Tensor out, Tensor new_residual)");
+  ops.def(
+      "fused_add_rms_norm_fwd(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, "
+      "bool cast_before_weight, ScalarType? out_dtype) -> (Tensor out, Tensor new_residual, Tensor rstd)");
+  ops.def(
+      "fused_add_rms_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, float eps, float weight_offset, "
+      "bool cast_before_weight) -> ()");
+}
+
+namespace {
+
+void implement(torch::stable::detail::StableLibrary& ops) {
+  using namespace fuselage::binding;
+  ops.impl("rms_norm", TORCH_BOX(&rms_norm));
+  ops.impl("rms_norm_fwd", TORCH_BOX(&rms_norm_fwd));
+  ops.impl("rms_norm_bwd", TORCH_BOX(&rms_norm_bwd));
+  ops.impl("fused_add_rms_norm", TORCH_BOX(&fused_add_rms_norm));
+  ops.impl("fused_add_rms_norm_fwd", TORCH_BOX(&fused_add_rms_norm_fwd));
+  ops.impl("fused_add_rms_norm_", TORCH_BOX(&fused_add_rms_norm_));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) { implement(ops); }
+
+#if defined(FUSELAGE_GPU)
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) { implement(ops); }
+#endif
+
+REGISTER_EXTENSION(TORCH_EXTENSION_NAME)
