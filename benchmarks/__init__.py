@@ -1,0 +1,1 @@
+"""`benchmark.py` is for `kernels benchmark`; `roofline` makes the numbers of this repository."""

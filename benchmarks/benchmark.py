@@ -1,0 +1,85 @@
+"""For `kernels benchmark`: times each operator as a user calls it, beside PyTorch's own.
+
+    pip install 'kernels[benchmark]'
+    kernels benchmark fuselage-kernels/fuselage@v1     # or a checkout that was built: ./
+
+The command times wall-clock and synchronises after each call, so it includes the launch. Device
+time against the hardware's limit is the matter of `benchmarks/roofline`.
+"""
+
+import torch
+import torch.nn.functional as F
+from kernels.benchmark import Benchmark
+
+EPS = 1e-6
+
+
+class Sizes:
+    """Random inputs. The command allows errors of 1e-2; small weights keep bfloat16 within it."""
+
+    seed = 20261121
+
+    def make(self, rows: int, dim: int) -> None:
+        options = {"device": self.device, "dtype": torch.bfloat16}
+        self.x = torch.randn(rows, dim, **options)
+        self.residual = torch.randn(rows, dim, **options)
+        self.weight = torch.rand(dim, **options).mul_(0.2)
+        self.grad_out = torch.randn(rows, dim, **options)
+
+    def setup_one_row(self) -> None:
+        self.make(1, 4096)
+
+    def setup_small(self) -> None:
+        self.make(128, 4096)
+
+    def setup_medium(self) -> None:
+        self.make(2048, 4096)
+
+    def setup_large(self) -> None:
+        self.make(16384, 4096)
+
+
+class RmsNorm(Sizes, Benchmark):
+    def fused(self) -> None:
+        self.out = self.kernel.rms_norm(self.x, self.weight, EPS)
+
+    def reference(self) -> torch.Tensor:
+        return F.rms_norm(self.x, self.weight.shape, self.weight, EPS)
+
+    benchmark_one_row = benchmark_small = benchmark_medium = benchmark_large = fused
+    verify_one_row = verify_small = verify_medium = verify_large = reference
+
+
+class FusedAddRmsNorm(Sizes, Benchmark):
+    def fused(self) -> None:
+        self.out, self.new_residual = self.kernel.fused_add_rms_norm(
+            self.x, self.residual, self.weight, EPS
+        )
+
+    def reference(self) -> torch.Tensor:
+        new_residual = self.x + self.residual
+        return F.rms_norm(new_residual, self.weight.shape, self.weight, EPS)
+
+    benchmark_one_row = benchmark_small = benchmark_medium = benchmark_large = fused
+    verify_one_row = verify_small = verify_medium = verify_large = reference
+
+
+class RmsNormTraining(Sizes, Benchmark):
+    """Forward and backward together; the gradient of x is what is compared."""
+
+    def make(self, rows: int, dim: int) -> None:
+        super().make(rows, dim)
+        self.x.requires_grad_()
+        self.weight.requires_grad_()
+
+    def gradient(self, out: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(out, (self.x, self.weight), self.grad_out)[0]
+
+    def fused(self) -> None:
+        self.out = self.gradient(self.kernel.rms_norm(self.x, self.weight, EPS))
+
+    def reference(self) -> torch.Tensor:
+        return self.gradient(F.rms_norm(self.x, self.weight.shape, self.weight, EPS))
+
+    benchmark_small = benchmark_medium = benchmark_large = fused
+    verify_small = verify_medium = verify_large = reference

@@ -1,0 +1,1 @@
+"""One module a family, each with a list `OPERATORS`."""
