@@ -18,8 +18,8 @@ reason.
 
 *The floor* is `copy_` moving as many bytes, read plus written, as the operator must: each input
 read once, each output written once, nothing else counted. It is timed in the same way and in the
-same minute. A second copy, made by an elementwise kernel, is recorded to show whether `copy_`
-itself was slow.
+same minute, beside a copy made by an elementwise kernel: in a graph `copy_` becomes a memcpy node,
+which at some sizes takes half as long again. The faster of the two is the floor; both are recorded.
 
 *Cold L2 without launch gaps.* One CUDA graph holds many calls, at least 20 (fewer of a call that
 takes long anyway), which rotate over so many sets of inputs and outputs that everything touched

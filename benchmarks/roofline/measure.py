@@ -133,6 +133,8 @@ def _record(case: Case, timer: Timer, times: dict, failures: dict, errors: dict)
         return entry
 
     contenders = {name: rated(name) for name in times if name not in (COPY, KERNEL_COPY)}
+    # In a graph `copy_` is a memcpy node, which at some sizes is far slower than a kernel.
+    floor = min(COPY, KERNEL_COPY, key=lambda name: times[name]["us"])
     return {
         "operator": case.operator.name,
         "direction": case.direction,
@@ -143,9 +145,9 @@ def _record(case: Case, timer: Timer, times: dict, failures: dict, errors: dict)
         **({"threads": case.threads} if case.threads else {}),
         "bytes": case.bytes,
         **timer.describe(case),
-        "copy": rated(COPY),
-        "kernel_copy": rated(KERNEL_COPY),
-        "fraction_of_copy": round(times[COPY]["us"] / times["fuselage"]["us"], 4),
+        "copy": rated(floor),
+        "copies": {name: rated(name) for name in (COPY, KERNEL_COPY)},
+        "fraction_of_copy": round(times[floor]["us"] / times["fuselage"]["us"], 4),
         "contenders": contenders,
         "failed": failures,
     }

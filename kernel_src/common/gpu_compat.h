@@ -95,6 +95,15 @@ __device__ __forceinline__ uint4 load_global_16(const void* source) {
 #endif
 }
 
+// 1 / sqrt(value), correctly rounded or nearly so: rsqrtf may be two units off.
+__device__ __forceinline__ float reciprocal_sqrt(float value) {
+#if defined(USE_ROCM)
+  return 1.0f / sqrtf(value);
+#else
+  return __frsqrt_rn(value);
+#endif
+}
+
 // A barrier for the threads of one row of the block: those with our threadIdx.y, up to a warp or whole warps
 // of them. NOTE: at most 15 rows of more than a warp. AMD GPUs have barriers for whole blocks only, so all
 // rows of a block must meet equally often.
@@ -175,21 +184,72 @@ __device__ __forceinline__ int cluster_rank() {
 #endif
 }
 
-// Writes `value` where block `rank` of the cluster has its own `shared`.
-__device__ __forceinline__ void cluster_store(float* shared, int rank, float value) {
+// Values that the blocks of a cluster send each other. A mailbox lies at the same place in the shared memory
+// of each block. Unlike a cluster barrier, it does not wait for the blocks' other memory accesses.
+
+// Makes a mailbox ready. One thread of each block; cluster_meet_start and _end must follow.
+__device__ __forceinline__ void mailbox_init(uint64_t* mailbox) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  uint32_t remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(mailbox));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
 
-// A barrier for all threads of the cluster, which also makes their cluster_store calls visible.
-__device__ __forceinline__ void cluster_barrier() {
+// All threads of the cluster: the end returns when all have called the start.
+__device__ __forceinline__ void cluster_meet_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_meet_end() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Expects `bytes` in this round of the block's mailbox. One thread, once a round.
+__device__ __forceinline__ void mailbox_expect(uint64_t* mailbox, int bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(mailbox));
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
+               : "memory");
+#endif
+}
+
+// Writes `value` where block `rank` of the cluster has its own `slot`, and counts its bytes in that block's
+// mailbox.
+__device__ __forceinline__ void mailbox_send(uint64_t* mailbox, float* slot, int rank,
+                                             float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint32_t remote_slot, remote_mailbox;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(remote_slot)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(slot))), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(remote_mailbox)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(mailbox))), "r"(rank));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+                   remote_slot),
+               "r"(__float_as_uint(value)), "r"(remote_mailbox)
+               : "memory");
+#endif
+}
+
+// Waits until round `round` (0 or 1, alternating) of the block's mailbox is complete.
+__device__ __forceinline__ void mailbox_wait(uint64_t* mailbox, int round) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(mailbox));
+  uint32_t done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{\n .reg .pred p;\n"
+        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        " selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(address), "r"(round)
+        : "memory");
+  }
 #endif
 }
 

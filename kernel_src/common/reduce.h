@@ -21,17 +21,35 @@ template <int kCount>
 struct RowSumScratch {
   float warps[kCount][kMaxWarpsPerBlock];
   float blocks[kCount][kMaxCluster];
+  uint64_t mailbox;
 };
+
+// What a cluster needs before its first row_sum: all threads call the start early in the kernel, and the end
+// right before that row_sum.
+template <int kCount, int kScratches>
+__device__ __forceinline__ void row_sum_start(int cluster,
+                                              RowSumScratch<kCount> (&scratches)[kScratches]) {
+  if (cluster == 1) return;
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < kScratches; ++i) mailbox_init(&scratches[i].mailbox);
+  }
+  cluster_meet_start();
+}
+__device__ __forceinline__ void row_sum_end(int cluster) {
+  if (cluster > 1) cluster_meet_end();
+}
 
 // Sum of kCount values over the threads that share a row, in every one of them: blockDim.x threads of a
 // block (a power of two, or whole warps), in each of the `cluster` blocks of a cluster. threadIdx.y counts
 // the rows of the block. Beyond a warp a row, all rows of the block, or the whole cluster, call equally often.
 // kRowsApart: the rows of a block need not call at the same time. (That takes a barrier for each, of which a
 // multiprocessor has few, so that fewer blocks fit on it.)
-// NOTE: `scratch` may be used again after the row's next barrier: alternate between two in a loop.
-template <bool kRowsApart, int kCount>
+// `turn` counts the calls of a kernel: they take turns with two scratches, one of which may still be read.
+template <bool kRowsApart, int kCount, int kScratches>
 __device__ __forceinline__ void row_sum(float (&values)[kCount], int cluster,
-                                        RowSumScratch<kCount>& scratch) {
+                                        RowSumScratch<kCount> (&scratches)[kScratches], int turn) {
+  RowSumScratch<kCount>& scratch = scratches[turn % kScratches];
   const int threads = blockDim.x;
   if (threads <= kWarpSize) {
 #pragma unroll
@@ -51,21 +69,24 @@ __device__ __forceinline__ void row_sum(float (&values)[kCount], int cluster,
   } else {
     __syncthreads();
   }
-  // Every warp adds up its row's warp sums by itself: one barrier, and no broadcast after it.
+  // Every thread adds up its row's warp sums by itself: no broadcast, and no second barrier.
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const float sum = lane < warps ? scratch.warps[i][first_warp + lane] : 0.0f;
-    values[i] = warp_sum(sum, kWarpSize);
+    values[i] = 0.0f;
+#pragma unroll 4
+    for (int warp = 0; warp < warps; ++warp) values[i] += scratch.warps[i][first_warp + warp];
   }
   if (cluster > 1) {
-    // Each block tells every block of the cluster its sums; all add them up in the same order.
+    // Each block sends its sums to every block of the cluster; all add them up in the same order.
     if (threadIdx.x < cluster) {
+      if (threadIdx.x == 0)
+        mailbox_expect(&scratch.mailbox, cluster * kCount * static_cast<int>(sizeof(float)));
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        cluster_store(&scratch.blocks[i][cluster_rank()], threadIdx.x, values[i]);
+        mailbox_send(&scratch.mailbox, &scratch.blocks[i][cluster_rank()], threadIdx.x, values[i]);
       }
     }
-    cluster_barrier();
+    mailbox_wait(&scratch.mailbox, turn / kScratches % 2);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       float sum = 0.0f;

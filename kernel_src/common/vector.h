@@ -313,14 +313,31 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
     words[i + 3] = quad.w;
   }
 
-  // Writes bytes [begin, end) of these 16 to the aligned block at `target`.
+  // Writes bytes [begin, end) of these 16 to the aligned block at `target`; both are even.
   __device__ __forceinline__ void store_part(char* target, int begin, int end) const {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (2 * i >= begin && 2 * i < end) {
-        reinterpret_cast<uint16_t*>(target)[i] = static_cast<uint16_t>(words[i / 2] >> i % 2 * 16);
-      }
+    if (begin == 0 && end < 16) {
+      // The start of the block, in pieces of 8, 4 and 2 bytes.
+      if (end & 8) *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
+      if (end & 4) *reinterpret_cast<uint32_t*>(target + (end & 8)) = end & 8 ? words[2] : words[0];
+      if (end & 2) store_half(target, end - 2, false);
+    } else if (end == 16) {
+      // The end of the block, in pieces of 2, 4 and 8 bytes.
+      if (begin & 2) store_half(target, begin, true);
+      const int next = begin + (begin & 2);
+      if (next & 4) *reinterpret_cast<uint32_t*>(target + next) = next & 8 ? words[3] : words[1];
+      if (next <= 8) *reinterpret_cast<uint2*>(target + 8) = make_uint2(words[2], words[3]);
+      if (next == 0) *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
+    } else {
+      for (int byte = begin; byte < end; byte += 2) store_half(target, byte, byte & 2);
     }
+  }
+
+  // Writes the two bytes from `byte` on: the upper half of their word or the lower.
+  __device__ __forceinline__ void store_half(char* target, int byte, bool upper) const {
+    const uint32_t low = byte & 4 ? words[1] : words[0];
+    const uint32_t high = byte & 4 ? words[3] : words[2];
+    const uint32_t word = byte & 8 ? high : low;
+    *reinterpret_cast<uint16_t*>(target + byte) = static_cast<uint16_t>(upper ? word >> 16 : word);
   }
 };
 
