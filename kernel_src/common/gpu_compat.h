@@ -139,17 +139,16 @@ __device__ __forceinline__ void async_copy(void* shared, const void* global) {
 #endif
 }
 
-// As async_copy<16>, of which only the first `bytes` (1 to 16) are read from global memory.
+// As async_copy<16>, of which only the first `bytes` (2 to 16, even) are there; fewer than 16 are copied at
+// once.
 __device__ __forceinline__ void async_copy_partial(void* shared, const void* global, int bytes) {
-#if defined(USE_ROCM)
-  for (int i = 0; i < bytes; ++i)
-    static_cast<char*>(shared)[i] = static_cast<const char*>(global)[i];
-#else
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global),
-               "r"(bytes)
-               : "memory");
-#endif
+  if (bytes == 16) {
+    async_copy<16>(shared, global);
+    return;
+  }
+  for (int i = 0; i < bytes / 2; ++i) {
+    static_cast<uint16_t*>(shared)[i] = static_cast<const uint16_t*>(global)[i];
+  }
 }
 
 // Closes a group of async_copy calls.

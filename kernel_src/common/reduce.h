@@ -72,9 +72,13 @@ __device__ __forceinline__ void row_sum(float (&values)[kCount], int cluster,
   // Every thread adds up its row's warp sums by itself: no broadcast, and no second barrier.
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
+    // In pairs of pairs, which keeps the sum as accurate as the shuffles are.
+    const float* sums = &scratch.warps[i][first_warp];
     values[i] = 0.0f;
-#pragma unroll 4
-    for (int warp = 0; warp < warps; ++warp) values[i] += scratch.warps[i][first_warp + warp];
+    for (int warp = 0; warp < warps; warp += 4) {
+      const auto sum_of = [&](int w) { return w < warps ? sums[w] : 0.0f; };
+      values[i] += (sum_of(warp) + sum_of(warp + 1)) + (sum_of(warp + 2) + sum_of(warp + 3));
+    }
   }
   if (cluster > 1) {
     // Each block sends its sums to every block of the cluster; all add them up in the same order.
@@ -89,9 +93,9 @@ __device__ __forceinline__ void row_sum(float (&values)[kCount], int cluster,
     mailbox_wait(&scratch.mailbox, turn / kScratches % 2);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      float sum = 0.0f;
-      for (int block = 0; block < cluster; ++block) sum += scratch.blocks[i][block];
-      values[i] = sum;
+      const float* sums = scratch.blocks[i];
+      values[i] = 0.0f;
+      for (int block = 0; block < cluster; block += 2) values[i] += sums[block] + sums[block + 1];
     }
   }
 }
