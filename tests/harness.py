@@ -31,7 +31,9 @@ FLOAT32_ROUNDINGS = 16
 TIES = {dtype: 2 * FLOAT32_ROUNDINGS * UNIT[torch.float32] / UNIT[dtype] for dtype in HALVES}
 
 # The accuracy contract compares with PyTorch in the same dtype. Of two float32 computations in
-# different order either may be better: one float32 rounding of the largest value is no difference.
+# different order either may be better. Over all values, one float32 rounding of the largest is no
+# difference. In the worst single value, which rests on the luck of one row, two are none: its row's
+# statistics and the value itself are each rounded in either computation.
 # The RMS error of half results is that of the last rounding, and has a spread of under 1%.
 ACCURACY_SLACK = UNIT[torch.float32]
 ACCURACY_RMS_RATIO = 1.01
@@ -74,7 +76,9 @@ def assert_close(
             torch.float32
         ] * terms
         count = expected[off].unique().numel()
-        limit = max(2, math.ceil(TIES[inner_rounding] * off.numel()))
+        # A half type has few values: one that lies on a boundary takes with it all of its row that
+        # have its size, of normal numbers up to one in 64.
+        limit = max(2, math.ceil(TIES[inner_rounding] * off.numel()), off.shape[-1] // 64)
         assert count <= limit, f"{label}: {count} of {off.numel()} rounded differently, {limit=}"
     value = actual.double()
     same = (value == expected) | (value.isnan() & expected.isnan())
@@ -302,7 +306,7 @@ def check_no_worse(actual: Tensor, eager: Tensor, expected: Tensor, label: str) 
     """The error of `actual` is no larger than that of PyTorch's `eager` result."""
     largest, rms = errors(actual, expected)
     eager_largest, eager_rms = errors(eager, expected)
-    assert largest <= eager_largest + ACCURACY_SLACK, (
+    assert largest <= eager_largest + 2 * ACCURACY_SLACK, (
         f"{label}: largest error {largest:.3g}, PyTorch {eager_largest:.3g}"
     )
     assert rms <= eager_rms * ACCURACY_RMS_RATIO + ACCURACY_SLACK, (
