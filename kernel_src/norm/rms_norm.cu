@@ -12,7 +12,8 @@
 //
 // A thread has vectors of N elements, 16 bytes of x. With kAligned every row of every tensor starts and ends
 // on a 16-byte boundary; without, rows may start anywhere, and vectors are put together from two aligned
-// blocks (common/vector.h). Which thread has which columns, and so the order of every sum, is the same.
+// blocks (common/vector.h). Which thread has which columns, and so the order of every sum, is the same, but
+// for a backward whose unaligned rows fill the shared memory and are cut over more blocks.
 #include "norm/rms_norm.h"
 
 #include "common/dispatch.h"
