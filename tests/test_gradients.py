@@ -126,6 +126,18 @@ def test_gradients_accumulate_over_uses(fuselage, device, op):
         assert_same_bits(total[name].grad, expected, name)
 
 
+@each_operator(OPERATORS)
+def test_forward_mode_is_refused(fuselage, device, op):
+    inputs = op.inputs(SHAPE, torch.float32, device)
+    for name in op.differentiable(inputs):
+
+        def run(tensor, name=name):
+            return op.run(fuselage, {**inputs, name: tensor}, {})["out"]
+
+        with pytest.raises(RuntimeError, match="forward-mode"):
+            torch.func.jvp(run, (inputs[name],), (torch.ones_like(inputs[name]),))
+
+
 @pytest.mark.kernels_ci
 @each_operator(OPERATORS)
 def test_double_backward_is_refused(fuselage, device, op):

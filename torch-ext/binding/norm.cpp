@@ -32,12 +32,13 @@ OptionalTensor check_weight(const char* op, const OptionalTensor& weight, const 
   return weight->is_contiguous() ? weight : torch::stable::contiguous(*weight);
 }
 
-void check_residual(const char* op, const Tensor& residual, const Tensor& x, DType x_dtype) {
-  check_same_device(op, "residual", residual, x);
-  check_same_shape(op, "residual", residual, x);
-  const DType dtype = check_dtype(op, "residual", residual);
-  FUSELAGE_CHECK(op, dtype == x_dtype, "`residual` must be ", dtype_name(x_dtype), " as `x`, got ",
-                 dtype_name(dtype));
+void check_residual(const char* op, const char* name, const Tensor& residual, const Tensor& x,
+                    DType x_dtype) {
+  check_same_device(op, name, residual, x);
+  check_same_shape(op, name, residual, x);
+  const DType dtype = check_dtype(op, name, residual);
+  FUSELAGE_CHECK(op, dtype == x_dtype, "`", name, "` must be ", dtype_name(x_dtype),
+                 " as `x`, got ", dtype_name(dtype));
 }
 
 DType check_out_dtype(const char* op, std::optional<ScalarType> out_dtype, DType x_dtype) {
@@ -159,7 +160,7 @@ std::tuple<Tensor, Tensor> run_fused_add(const char* op, const Tensor& x, const 
                                          const OptionalTensor& weight, const Options& options,
                                          std::optional<ScalarType> out_dtype, const Tensor* rstd) {
   const Prepared checked = check_forward(op, x, weight, out_dtype);
-  check_residual(op, residual, x, checked.x_dtype);
+  check_residual(op, "residual", residual, x, checked.x_dtype);
   Tensor out = empty_like(x, scalar_type_of(checked.out_dtype));
   Tensor new_residual = empty_like(x, x.scalar_type());
   const int64_t dim = x.size(x.dim() - 1);
@@ -210,7 +211,7 @@ void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const Optional
                          double eps, double weight_offset, bool cast_before_weight) {
   const char* op = "fused_add_rms_norm_";
   const Prepared checked = check_forward(op, x, weight, std::nullopt);
-  check_residual(op, residual, x, checked.x_dtype);
+  check_residual(op, "residual", residual, x, checked.x_dtype);
   const auto x_stride = row_stride_of(x);
   const auto residual_stride = row_stride_of(residual);
   const int64_t rows = rows_in(x), dim = x.size(x.dim() - 1);
@@ -246,7 +247,8 @@ std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad_out,
   p.out_dtype = check_dtype(op, "grad_out", grad_out);
   check_out_dtype(op, grad_out.scalar_type(), p.x_dtype);
   const OptionalTensor checked_weight = check_weight(op, weight, x, p.x_dtype);
-  if (grad_new_residual.has_value()) check_residual(op, *grad_new_residual, x, p.x_dtype);
+  if (grad_new_residual.has_value())
+    check_residual(op, "grad_new_residual", *grad_new_residual, x, p.x_dtype);
   p.rows = rows_in(x);
   p.dim = x.size(x.dim() - 1);
   check_same_device(op, "rstd", rstd, x);

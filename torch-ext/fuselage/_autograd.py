@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Optional
 
 import torch
+from torch.autograd import forward_ad
 
 # Inside a Function the op is called past its own, registered autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -12,7 +13,19 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 def needs_grad(a: torch.Tensor, b: Optional[torch.Tensor] = None) -> bool:
     """Whether a result of these inputs must carry a gradient."""
+    if forward_ad._current_level >= 0:
+        _no_forward_mode(a, b)
     return (a.requires_grad or (b is not None and b.requires_grad)) and torch.is_grad_enabled()
+
+
+def _no_forward_mode(*tensors: Optional[torch.Tensor]) -> None:
+    """Raises where an input has a tangent: an op without a rule for it would silently drop it."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given):
+        raise RuntimeError(
+            "fuselage: forward-mode differentiation (torch.func.jvp) is not supported; "
+            "use reverse mode, as torch.func.vjp or backward() do"
+        )
 
 
 def no_double_backward(op: str) -> None:
