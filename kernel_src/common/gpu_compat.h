@@ -252,6 +252,20 @@ __device__ __forceinline__ void mailbox_wait(uint64_t* mailbox, int round) {
 #endif
 }
 
+// Starts copying `bytes` (a multiple of 16, both sides aligned to 16) from global to shared memory, and counts
+// them in the mailbox. One thread's call copies a whole row, past the queue in which the other loads and
+// stores of a multiprocessor wait for each other. Compute capability 9.0 and up.
+__device__ __forceinline__ void bulk_copy(void* shared, const void* global, int bytes,
+                                          uint64_t* mailbox) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+      "l"(global), "r"(bytes), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(mailbox)))
+      : "memory");
+#endif
+}
+
 // A kernel launched with gpu_launch_after may start while the one before it in the stream still runs. It
 // waits here for that one to end; everything it wrote is then visible.
 __device__ __forceinline__ void wait_for_kernel_before() {

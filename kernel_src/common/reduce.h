@@ -19,7 +19,8 @@ constexpr int kMaxCluster = 8;
 // Shared memory for one row_sum of kCount values.
 template <int kCount>
 struct RowSumScratch {
-  float warps[kCount][kMaxWarpsPerBlock];
+  // One sum a warp; the sums of a row start at a multiple of four.
+  alignas(16) float warps[kCount][2 * kMaxWarpsPerBlock];
   float blocks[kCount][kMaxCluster];
   uint64_t mailbox;
 };
@@ -40,29 +41,66 @@ __device__ __forceinline__ void row_sum_end(int cluster) {
   if (cluster > 1) cluster_meet_end();
 }
 
+// Sum over the warp of kVectors (1, 2 or 4) values a lane, in every lane: first those with the same index,
+// then the sums of neighbouring indices, in pairs. All but the last steps are exchanges, in which a lane hands
+// half of its values over and goes on with the other half.
+template <int kVectors>
+__device__ __forceinline__ float warp_sum_of_vectors(const float (&values)[kVectors]) {
+  static_assert(kVectors == 1 || kVectors == 2 || kVectors == 4, "1, 2 or 4 vectors a thread");
+  const int lane = threadIdx.x % kWarpSize;
+  float sum[kVectors];
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) sum[j] = values[j];
+  int mask = kWarpSize / 2;
+#pragma unroll
+  for (int count = kVectors; count > 1; count /= 2, mask /= 2) {
+    const bool upper = lane & mask;
+#pragma unroll
+    for (int j = 0; j < count / 2; ++j) {
+      const float given = upper ? sum[j] : sum[j + count / 2];
+      sum[j] = (upper ? sum[j + count / 2] : sum[j]) + shuffle_xor(given, mask, kWarpSize);
+    }
+  }
+  for (; mask > 0; mask /= 2) sum[0] += shuffle_xor(sum[0], mask, kWarpSize);
+#pragma unroll
+  for (mask = kWarpSize / kVectors; mask < kWarpSize; mask *= 2)
+    sum[0] += shuffle_xor(sum[0], mask, kWarpSize);
+  return sum[0];
+}
+
 // Sum of kCount values over the threads that share a row, in every one of them: blockDim.x threads of a
 // block (a power of two, or whole warps), in each of the `cluster` blocks of a cluster. threadIdx.y counts
 // the rows of the block. Beyond a warp a row, all rows of the block, or the whole cluster, call equally often.
+//
+// A thread brings kVectors partial sums of each value, for vectors that lie a warp apart; a warp has
+// neighbouring ones. The additions are a tree over 16 * 32 vectors at a time, which is the same tree however
+// many of them one thread has: a kernel may choose that by the number of rows.
+//
 // kRowsApart: the rows of a block need not call at the same time. (That takes a barrier for each, of which a
 // multiprocessor has few, so that fewer blocks fit on it.)
 // `turn` counts the calls of a kernel: they take turns with two scratches, one of which may still be read.
-template <bool kRowsApart, int kCount, int kScratches>
-__device__ __forceinline__ void row_sum(float (&values)[kCount], int cluster,
-                                        RowSumScratch<kCount> (&scratches)[kScratches], int turn) {
+template <bool kRowsApart, int kVectors, int kCount, int kScratches>
+__device__ __forceinline__ void row_sum_of_vectors(const float (&vectors)[kCount][kVectors],
+                                                   float (&sums)[kCount], int cluster,
+                                                   RowSumScratch<kCount> (&scratches)[kScratches],
+                                                   int turn) {
   RowSumScratch<kCount>& scratch = scratches[turn % kScratches];
   const int threads = blockDim.x;
-  if (threads <= kWarpSize) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = warp_sum(values[i], threads);
-    return;
-  }
-  const int warps = threads / kWarpSize;
-  const int first_warp = threadIdx.y * warps;
-  const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    values[i] = warp_sum(values[i], kWarpSize);
-    if (lane == 0) scratch.warps[i][first_warp + threadIdx.x / kWarpSize] = values[i];
+    sums[i] = kVectors == 1 && threads < kWarpSize ? warp_sum(vectors[i][0], threads)
+                                                   : warp_sum_of_vectors(vectors[i]);
+  }
+  if (threads <= kWarpSize) return;
+
+  const int warps = threads / kWarpSize;
+  const int quads = (warps + 3) / 4;
+  const int first_warp = threadIdx.y * quads * 4;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (threadIdx.x % kWarpSize == 0)
+      scratch.warps[i][first_warp + threadIdx.x / kWarpSize] = sums[i];
+    if (threadIdx.x < quads * 4 - warps) scratch.warps[i][first_warp + warps + threadIdx.x] = 0.0f;
   }
   if constexpr (kRowsApart) {
     row_barrier();
@@ -72,12 +110,25 @@ __device__ __forceinline__ void row_sum(float (&values)[kCount], int cluster,
   // Every thread adds up its row's warp sums by itself: no broadcast, and no second barrier.
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    // In pairs of pairs, which keeps the sum as accurate as the shuffles are.
-    const float* sums = &scratch.warps[i][first_warp];
-    values[i] = 0.0f;
-    for (int warp = 0; warp < warps; warp += 4) {
-      const auto sum_of = [&](int w) { return w < warps ? sums[w] : 0.0f; };
-      values[i] += (sum_of(warp) + sum_of(warp + 1)) + (sum_of(warp + 2) + sum_of(warp + 3));
+    const float4* quad = reinterpret_cast<const float4*>(&scratch.warps[i][first_warp]);
+    const auto sum_of_quad = [&](int q) {
+      const float4 four = quad[q];
+      return (four.x + four.y) + (four.z + four.w);
+    };
+    sums[i] = 0.0f;
+    if constexpr (kVectors == 4) {
+#pragma unroll 4
+      for (int q = 0; q < quads; ++q) sums[i] += sum_of_quad(q);
+    } else if constexpr (kVectors == 2) {
+      for (int q = 0; q < quads; q += 2)
+        sums[i] += sum_of_quad(q) + (q + 1 < quads ? sum_of_quad(q + 1) : 0.0f);
+    } else {
+      for (int q = 0; q < quads; q += 4) {
+        float four[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) four[k] = q + k < quads ? sum_of_quad(q + k) : 0.0f;
+        sums[i] += (four[0] + four[1]) + (four[2] + four[3]);
+      }
     }
   }
   if (cluster > 1) {
@@ -87,17 +138,27 @@ __device__ __forceinline__ void row_sum(float (&values)[kCount], int cluster,
         mailbox_expect(&scratch.mailbox, cluster * kCount * static_cast<int>(sizeof(float)));
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        mailbox_send(&scratch.mailbox, &scratch.blocks[i][cluster_rank()], threadIdx.x, values[i]);
+        mailbox_send(&scratch.mailbox, &scratch.blocks[i][cluster_rank()], threadIdx.x, sums[i]);
       }
     }
     mailbox_wait(&scratch.mailbox, turn / kScratches % 2);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const float* sums = scratch.blocks[i];
-      values[i] = 0.0f;
-      for (int block = 0; block < cluster; block += 2) values[i] += sums[block] + sums[block + 1];
+      const float* blocks = scratch.blocks[i];
+      sums[i] = 0.0f;
+      for (int block = 0; block < cluster; block += 2) sums[i] += blocks[block] + blocks[block + 1];
     }
   }
+}
+
+// As row_sum_of_vectors, of one value a thread.
+template <bool kRowsApart, int kCount, int kScratches>
+__device__ __forceinline__ void row_sum(float (&values)[kCount], int cluster,
+                                        RowSumScratch<kCount> (&scratches)[kScratches], int turn) {
+  float vectors[kCount][1];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) vectors[i][0] = values[i];
+  row_sum_of_vectors<kRowsApart>(vectors, values, cluster, scratches, turn);
 }
 
 }  // namespace fuselage

@@ -254,11 +254,6 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
     return result;
   }
 
-  // Bytes [shift, shift + 16) of the 32 aligned bytes at `source` in shared memory.
-  static __device__ __forceinline__ Vector load_shared_shifted(const char* source, int shift) {
-    return shifted(load_shared(source), load_shared(source + 16), shift);
-  }
-
   // Writes the elements of a row that starts anywhere, or none where not `inside`. The `width` lanes of a
   // group have neighbouring vectors: each joins the end of the vector before it to the start of its own into
   // one aligned block; only the first and last of a group, and of the row, write parts of blocks. All lanes of

@@ -4,20 +4,22 @@
 // issued before the first use. Short rows share a block; long rows are cut over the blocks of a cluster,
 // which exchange their sums through distributed shared memory.
 //
-// Backward: a persistent grid. Each thread copies its columns of the next rows into shared memory of its own
-// (no barrier, no registers) while it works on the current one, and keeps the weight gradient of its columns
-// in registers. Blocks leave one row of float32 partial sums each; a second kernel adds them up in order.
+// Backward: a persistent grid. The next rows are copied into shared memory while the current one is worked on:
+// whole rows by one thread where the GPU has bulk copies, otherwise each thread's columns by itself (neither
+// takes registers). A thread keeps the weight gradient of its columns in registers. Blocks leave one row of
+// float32 partial sums each; a second kernel adds them up in order.
 //
 // Rows too long for either (no clusters, or beyond what eight blocks hold) are streamed: read twice.
 //
 // A thread has vectors of N elements, 16 bytes of x. With kAligned every row of every tensor starts and ends
-// on a 16-byte boundary; without, rows may start anywhere, and vectors are put together from two aligned
-// blocks (common/vector.h). Which thread has which columns, and so the order of every sum, is the same, but
+// on a 16-byte boundary; without, rows may start anywhere, and pass through shared memory both ways
+// (common/staged.h). Which thread has which columns, and so the order of every sum, is the same, but
 // for a backward whose unaligned rows fill the shared memory and are cut over more blocks.
 #include "norm/rms_norm.h"
 
 #include "common/dispatch.h"
 #include "common/reduce.h"
+#include "common/staged.h"
 #include "common/vector.h"
 #include "norm/rms_norm_policy.h"
 
@@ -52,20 +54,36 @@ __device__ __forceinline__ void store(const Vector<T, N>& vector, T* row, int co
   }
 }
 
-// The factors of N columns: weight + offset, or one. `packed` has been started where weight_is_packed.
+// N columns of the weight from `column` on; those behind the last are zero.
+template <bool kAligned, int N, typename W>
+__device__ __forceinline__ Vector<W, N> load_weight(const W* weight, int column, int dim) {
+  if (column >= dim) return Vector<W, N>::zero();
+  if constexpr (!kAligned) {
+    if (column + N > dim || bytes_behind_boundary(weight) != 0) {
+      float values[N];
+#pragma unroll
+      for (int k = 0; k < N; ++k)
+        values[k] = column + k < dim ? to_float(weight[column + k]) : 0.0f;
+      return Vector<W, N>::from_floats(values);
+    }
+  }
+  return Vector<W, N>::load(weight + column);
+}
+
+// The factors of N columns: weight + offset, or one. `packed` has been loaded where weight_is_packed.
 template <bool kAligned, typename T, int N>
-__device__ __forceinline__ void weight_factors(const Loading<T, N, kAligned>& packed,
-                                               const void* weight, DType weight_dtype, float offset,
-                                               int column, int dim, float (&factors)[N]) {
+__device__ __forceinline__ void weight_factors(const Vector<T, N>& packed, const void* weight,
+                                               DType weight_dtype, float offset, int column,
+                                               int dim, float (&factors)[N]) {
   if (weight == nullptr) {
 #pragma unroll
     for (int k = 0; k < N; ++k) factors[k] = 1.0f;
     return;
   }
   if (weight_is_packed<T>(weight, weight_dtype)) {
-    packed.finish(static_cast<const T*>(weight), column, dim).to_floats(factors);
+    packed.to_floats(factors);
   } else {
-    load<kAligned, N>(static_cast<const float*>(weight), column, dim).to_floats(factors);
+    load_weight<kAligned, N>(static_cast<const float*>(weight), column, dim).to_floats(factors);
   }
 #pragma unroll
   for (int k = 0; k < N; ++k) factors[k] += offset;
@@ -107,6 +125,38 @@ __device__ __forceinline__ float sum_of_squares(const Vector<T, N>& s) {
 
 // ---- forward ----
 
+// The unaligned rows of a block in shared memory: one tile where they lie behind each other in global memory,
+// otherwise each by itself.
+template <typename U>
+struct StagedRows {
+  char* staged;
+  U* global;
+  int count, thread, threads;  // of the copy that this thread has a part in
+  char* row;                   // this thread's row
+
+  // `tensor` starts at the block's first row and column; a row has `columns` here, of `rows` rows.
+  __device__ __forceinline__ StagedRows(char* memory, U* tensor, int64_t stride, int columns,
+                                        int rows, int row_bytes)
+      : staged(memory), global(tensor) {
+    if (stride == columns) {
+      count = rows * columns;
+      thread = threadIdx.y * blockDim.x + threadIdx.x;
+      threads = blockDim.x * blockDim.y;
+      row = memory + bytes_behind_boundary(global) +
+            static_cast<int>(threadIdx.y) * columns * static_cast<int>(sizeof(U));
+    } else {
+      staged += threadIdx.y * row_bytes;
+      global += threadIdx.y * stride;
+      count = static_cast<int>(threadIdx.y) < rows ? columns : 0;
+      thread = threadIdx.x;
+      threads = blockDim.x;
+      row = staged + bytes_behind_boundary(global);
+    }
+  }
+  __device__ __forceinline__ void in() const { stage_in(staged, global, count, thread, threads); }
+  __device__ __forceinline__ void out() const { stage_out(staged, global, count, thread, threads); }
+};
+
 // Grid: x over blocks of rows_per_block * kRows rows (times the cluster). Block: (threads_per_row,
 // rows_per_block). `blocks_in_cluster` counts with kClusters alone.
 //
@@ -115,86 +165,143 @@ __device__ __forceinline__ float sum_of_squares(const Vector<T, N>& s) {
 template <typename T, typename O, int kVectors, int kRows, bool kResidual, bool kAligned,
           bool kClusters>
 __global__ void __launch_bounds__(kAligned && !kResidual ? 576 : kMaxThreads,
-                                  kAligned && !kResidual ? 2 : 1)
+                                  kAligned&& kResidual ? 1 : 2)
     rms_norm_forward_kernel(const RmsNormForward p, const int blocks_in_cluster) {
+  static_assert(kAligned || kRows == 1, "unaligned rows are staged one a thread");
   const int cluster = kClusters ? blocks_in_cluster : 1;
   constexpr int N = 16 / sizeof(T);
+  constexpr int kStep = kWarpSize * N;  // columns between a thread's vectors
   __shared__ RowSumScratch<kRows> scratch[1];
+  extern __shared__ __align__(128) uint4 dynamic_memory[];
   const int dim = static_cast<int>(p.dim);
-  const int step = blockDim.x * N;  // between a thread's vectors
-  const int block_in_row = cluster > 1 ? cluster_rank() : 0;
+  const int slice = blockDim.x * kVectors * N;  // columns of a row that a block has
+  const int slice_start = cluster > 1 ? cluster_rank() * slice : 0;
   const int row_block = cluster > 1 ? blockIdx.x / cluster : blockIdx.x;
-  const int first_column = block_in_row * kVectors * step + threadIdx.x * N;
-  const int64_t first_row = (int64_t{row_block} * blockDim.y + threadIdx.y) * kRows;
-  const T* x = static_cast<const T*>(p.x) + first_row * p.x_stride;
-  const T* residual = static_cast<const T*>(p.residual) + first_row * p.residual_stride;
-  const T* packed_weight =
-      weight_is_packed<T>(p.weight, p.weight_dtype) ? static_cast<const T*>(p.weight) : nullptr;
+  const int lane = threadIdx.x % kWarpSize;
+  const int first_column =
+      slice_start + static_cast<int>(threadIdx.x) / kWarpSize * kVectors * kStep + lane * N;
+  const int64_t block_row = int64_t{row_block} * blockDim.y * kRows;
+  const int64_t first_row = block_row + threadIdx.y * kRows;
+  const T* x = static_cast<const T*>(p.x) + first_row * p.x_stride + first_column;
+  const T* residual =
+      static_cast<const T*>(p.residual) + first_row * p.residual_stride + first_column;
+  O* out = static_cast<O*>(p.out) + first_row * p.out_stride + first_column;
+  T* new_residual =
+      static_cast<T*>(p.new_residual) + first_row * p.new_residual_stride + first_column;
   // Rows behind the last are empty.
-  const auto dim_of = [&](int i) { return first_row + i < p.rows ? dim : 0; };
+  const auto inside = [&](int i, int j) {
+    return first_row + i < p.rows && first_column + j * kStep < dim;
+  };
 
   row_sum_start(cluster, scratch);
 
   // Start to load everything this thread works on.
-  Loading<T, N, kAligned> loading[kRows][kVectors],
-      residual_loading[kResidual ? kRows : 1][kVectors];
-  Loading<T, N, kAligned> weight_loading[kVectors];
+  constexpr int kResidualRows = kResidual ? kRows : 1;
+  Vector<T, N> s[kRows][kVectors], residuals[kResidualRows][kVectors], weights[kVectors];
+  const int columns = min(dim - slice_start, slice);
+  const int row_bytes = staged_bytes(columns, sizeof(O) > sizeof(T) ? sizeof(O) : sizeof(T));
+  char* memory = reinterpret_cast<char*>(dynamic_memory);
+  const auto staged_rows = [&](auto* tensor, int64_t stride, int index) {
+    return StagedRows<std::remove_pointer_t<decltype(tensor)>>(
+        memory + index * static_cast<int>(blockDim.y) * row_bytes,
+        tensor + block_row * stride + slice_start, stride, columns,
+        static_cast<int>(min(p.rows - block_row, int64_t{blockDim.y})), row_bytes);
+  };
+  if constexpr (kAligned) {
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      loading[i][j].start(x + i * p.x_stride, first_column + j * step, dim_of(i));
-      if constexpr (kResidual) {
-        residual_loading[i][j].start(residual + i * p.residual_stride, first_column + j * step,
-                                     dim_of(i));
+      for (int j = 0; j < kVectors; ++j) {
+        s[i][j] = Vector<T, N>::zero();
+        if (inside(i, j)) s[i][j] = Vector<T, N>::load(x + i * p.x_stride + j * kStep);
+        if constexpr (kResidual) {
+          residuals[i][j] = Vector<T, N>::zero();
+          if (inside(i, j))
+            residuals[i][j] = Vector<T, N>::load(residual + i * p.residual_stride + j * kStep);
+        }
       }
     }
+  } else {
+    staged_rows(static_cast<const T*>(p.x), p.x_stride, 0).in();
+    if constexpr (kResidual)
+      staged_rows(static_cast<const T*>(p.residual), p.residual_stride, 1).in();
+    async_copy_commit();
   }
-  if (packed_weight != nullptr) {
+  if (weight_is_packed<T>(p.weight, p.weight_dtype)) {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j)
-      weight_loading[j].start(packed_weight, first_column + j * step, dim);
+      weights[j] =
+          load_weight<kAligned, N>(static_cast<const T*>(p.weight), first_column + j * kStep, dim);
+  }
+  // Of a staged row: where this thread's vector j is, and how much of it.
+  const auto local = [&](int j) {
+    return (first_column - slice_start + j * kStep) * static_cast<int>(sizeof(T));
+  };
+  const auto left = [&](int j) {
+    return first_row < p.rows ? slice_start + columns - first_column - j * kStep : 0;
+  };
+  if constexpr (!kAligned) {
+    async_copy_wait(0);
+    __syncthreads();
+    const char* x_row = staged_rows(static_cast<const T*>(p.x), p.x_stride, 0).row;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) s[0][j] = load_staged<T, N>(x_row + local(j), left(j));
+    if constexpr (kResidual) {
+      const char* residual_row =
+          staged_rows(static_cast<const T*>(p.residual), p.residual_stride, 1).row;
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j)
+        residuals[0][j] = load_staged<T, N>(residual_row + local(j), left(j));
+    }
   }
 
   // Row statistics.
-  Vector<T, N> s[kRows][kVectors];
-  float sums[kRows];
+  float squares[kRows][kVectors], sums[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    sums[i] = 0.0f;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
-      const int column = first_column + j * step;
-      s[i][j] = loading[i][j].finish(x + i * p.x_stride, column, dim_of(i));
-      if constexpr (kResidual) {
-        s[i][j] = add(s[i][j], residual_loading[i][j].finish(residual + i * p.residual_stride,
-                                                             column, dim_of(i)));
-      }
-      sums[i] += sum_of_squares(s[i][j]);
+      if constexpr (kResidual) s[i][j] = add(s[i][j], residuals[i][j]);
+      squares[i][j] = sum_of_squares(s[i][j]);
     }
   }
   row_sum_end(cluster);
-  row_sum<false>(sums, cluster, scratch, 0);
+  row_sum_of_vectors<false>(squares, sums, cluster, scratch, 0);
+  // NOTE: what is staged is written over below. A row within a warp has had no barrier in its sum.
+  if (!kAligned && blockDim.x <= kWarpSize) __syncthreads();
 
   // Write the results.
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const int64_t row = first_row + i;
     const float rstd = reciprocal_sqrt(sums[i] / static_cast<float>(dim) + p.eps);
-    if (p.rstd != nullptr && first_column == 0 && row < p.rows) p.rstd[row] = rstd;
-    O* out = static_cast<O*>(p.out) + row * p.out_stride;
-    T* new_residual = static_cast<T*>(p.new_residual) + row * p.new_residual_stride;
+    if (p.rstd != nullptr && first_column == 0 && first_row + i < p.rows)
+      p.rstd[first_row + i] = rstd;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
-      const int column = first_column + j * step;
-      const bool inside = column < dim_of(i);
-      if constexpr (kResidual) store<kAligned>(s[i][j], new_residual, column, dim, inside);
       float factors[N];
-      weight_factors<kAligned>(weight_loading[j], p.weight, p.weight_dtype, p.weight_offset, column,
-                               dim, factors);
-      store<kAligned>(scale<T, O>(s[i][j], rstd, factors, p.cast_before_weight), out, column, dim,
-                      inside);
+      weight_factors<kAligned>(weights[j], p.weight, p.weight_dtype, p.weight_offset,
+                               first_column + j * kStep, dim, factors);
+      const auto result = scale<T, O>(s[i][j], rstd, factors, p.cast_before_weight);
+      if constexpr (kAligned) {
+        if (!inside(i, j)) continue;
+        if constexpr (kResidual)
+          s[i][j].store(new_residual + i * p.new_residual_stride + j * kStep);
+        result.store(out + i * p.out_stride + j * kStep);
+      } else {
+        char* out_row = staged_rows(static_cast<O*>(p.out), p.out_stride, 0).row;
+        store_staged(result, out_row + local(j) / sizeof(T) * sizeof(O), left(j));
+        if constexpr (kResidual) {
+          char* row = staged_rows(static_cast<T*>(p.new_residual), p.new_residual_stride, 1).row;
+          store_staged(s[i][j], row + local(j), left(j));
+        }
+      }
     }
+  }
+  if constexpr (!kAligned) {
+    __syncthreads();
+    staged_rows(static_cast<O*>(p.out), p.out_stride, 0).out();
+    if constexpr (kResidual)
+      staged_rows(static_cast<T*>(p.new_residual), p.new_residual_stride, 1).out();
   }
 }
 
@@ -234,9 +341,9 @@ __global__ void __launch_bounds__(kMaxThreads)
   for (int start = 0; start < dim; start += step) {
     const int column = start + threadIdx.x * N;
     const Vector<T, N> s = load<kAligned, N>(kResidual ? new_residual : x, column, dim);
-    Loading<T, N, kAligned> weight;
+    Vector<T, N> weight;
     if (weight_is_packed<T>(p.weight, p.weight_dtype))
-      weight.start(static_cast<const T*>(p.weight), column, dim);
+      weight = load_weight<kAligned, N>(static_cast<const T*>(p.weight), column, dim);
     float factors[N];
     weight_factors<kAligned>(weight, p.weight, p.weight_dtype, p.weight_offset, column, dim,
                              factors);
@@ -256,6 +363,7 @@ template <typename T, typename O, int kVectors>
 struct PrivateStages {
   static constexpr int N = 16 / sizeof(T);
   static constexpr bool kShared = false;
+  static constexpr bool kBulk = false;
   static constexpr int kPitch = kVectors * kBackwardThreads * N;  // elements of a tensor in a stage
   static constexpr int kTwoTensors = kPitch * static_cast<int>(sizeof(O) + sizeof(T));
 
@@ -347,53 +455,140 @@ struct PrivateStages {
   }
 };
 
+// Aligned rows of more than a warp, where the GPU has bulk copies: one thread starts the copy of a whole row,
+// and a mailbox tells when it is there. [stage][row of the block][tensor][column]
+template <typename T, typename O, int kVectors>
+struct BulkStages {
+  static constexpr int N = 16 / sizeof(T);
+  static constexpr bool kShared = false;
+  static constexpr bool kBulk = true;
+
+  char* memory;  // of this thread's row in the first stage
+  uint64_t* mailboxes;
+  const RmsNormBackward& p;
+  int64_t row_step;
+  int stage_bytes, slice, slice_start, columns;
+
+  __device__ __forceinline__ BulkStages(void* shared, const RmsNormBackward& p_, int first_column,
+                                        int64_t, int64_t row_step_, int stages)
+      : p(p_), row_step(row_step_) {
+    __shared__ uint64_t all_mailboxes[kMaxStages * kMaxWarpsPerBlock];
+    mailboxes = all_mailboxes + threadIdx.y * kMaxStages;
+    slice = blockDim.x * kVectors * N;
+    slice_start = first_column - threadIdx.x * N;
+    columns = max(0, min(static_cast<int>(p.dim) - slice_start, slice));
+    const int row_bytes =
+        slice *
+        static_cast<int>(sizeof(O) + (p.grad_new_residual != nullptr ? 2 * sizeof(T) : sizeof(T)));
+    stage_bytes = blockDim.y * row_bytes;
+    memory = static_cast<char*>(shared) + threadIdx.y * row_bytes;
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < stages; ++stage) mailbox_init(&mailboxes[stage]);
+    }
+    // Columns behind the row's end are zero in every stage: nothing is copied there later.
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      if (local(j) < columns) continue;
+      for (int stage = 0; stage < stages; ++stage) {
+        *grad_out_slot(stage, j) = Vector<O, N>::zero();
+        *x_slot(stage, j) = Vector<T, N>::zero();
+      }
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ int local(int j) const {
+    return (j * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * N;
+  }
+  __device__ __forceinline__ O* grad_out_row(int stage) const {
+    return reinterpret_cast<O*>(memory + stage * stage_bytes);
+  }
+  __device__ __forceinline__ T* x_row(int stage) const {
+    return reinterpret_cast<T*>(grad_out_row(stage) + slice);
+  }
+  __device__ __forceinline__ Vector<O, N>* grad_out_slot(int stage, int j) const {
+    return reinterpret_cast<Vector<O, N>*>(grad_out_row(stage) + local(j));
+  }
+  __device__ __forceinline__ Vector<T, N>* x_slot(int stage, int j) const {
+    return reinterpret_cast<Vector<T, N>*>(x_row(stage) + local(j));
+  }
+
+  // One thread of the row calls this.
+  __device__ __forceinline__ void start_row(int64_t row, int stage) const {
+    uint64_t* mailbox = &mailboxes[stage];
+    const int x_bytes = columns * static_cast<int>(sizeof(T));
+    const int out_bytes = columns * static_cast<int>(sizeof(O));
+    mailbox_expect(mailbox, out_bytes + (p.grad_new_residual != nullptr ? 2 * x_bytes : x_bytes));
+    if (columns == 0) return;
+    const auto source = [&](auto* tensor, int64_t stride) {
+      return tensor + row * stride + slice_start;
+    };
+    bulk_copy(grad_out_row(stage), source(static_cast<const O*>(p.grad_out), p.grad_out_stride),
+              out_bytes, mailbox);
+    bulk_copy(x_row(stage), source(static_cast<const T*>(p.x), p.x_stride), x_bytes, mailbox);
+    if (p.grad_new_residual != nullptr) {
+      bulk_copy(x_row(stage) + slice,
+                source(static_cast<const T*>(p.grad_new_residual), p.grad_new_residual_stride),
+                x_bytes, mailbox);
+    }
+  }
+  __device__ __forceinline__ void wait(int stage, int round) const {
+    mailbox_wait(&mailboxes[stage], round);
+  }
+
+  __device__ __forceinline__ void grad_out(int64_t, int stage, int j, float (&values)[N]) const {
+    Vector<O, N>::load_shared(grad_out_slot(stage, j)).to_floats(values);
+  }
+  __device__ __forceinline__ void x(int64_t, int stage, int j, float (&values)[N]) const {
+    Vector<T, N>::load_shared(x_slot(stage, j)).to_floats(values);
+  }
+  __device__ __forceinline__ void grad_new_residual(int64_t, int stage, int j,
+                                                    float (&values)[N]) const {
+    Vector<T, N>::load_shared(x_row(stage) + slice + local(j)).to_floats(values);
+  }
+};
+
 // Rows of any alignment: the threads of a row copy its 16-byte blocks together, and each then finds its
-// vectors at the row's own offset. [row of the block][tensor], row_bytes each.
+// vectors at the row's own offset. [stage][row of the block][tensor], row_bytes each, and one row of grad_x on
+// its way out for each row of the block.
 template <typename T, typename O, int kVectors>
 struct SharedStages {
   static constexpr int N = 16 / sizeof(T);
   static constexpr bool kShared = true;
+  static constexpr bool kBulk = false;
 
   char* memory;
   const RmsNormBackward& p;
-  int first_column;
+  int first_column, slice_start, columns, row_bytes, tensors, stages;
 
   __device__ __forceinline__ SharedStages(void* shared, const RmsNormBackward& p_,
-                                          int first_column_, int64_t, int64_t, int)
-      : memory(static_cast<char*>(shared)), p(p_), first_column(first_column_) {}
-
-  // Columns of a row that this block works on.
-  __device__ __forceinline__ int slice() const { return blockDim.x * kVectors * N; }
-  __device__ __forceinline__ int slice_start() const { return first_column - threadIdx.x * N; }
+                                          int first_column_, int64_t, int64_t, int stages_)
+      : memory(static_cast<char*>(shared)), p(p_), first_column(first_column_), stages(stages_) {
+    const int slice = blockDim.x * kVectors * N;  // columns of a row that this block works on
+    slice_start = first_column - threadIdx.x * N;
+    columns = min(static_cast<int>(p.dim) - slice_start, slice);
+    row_bytes = staged_bytes(slice, sizeof(O) > sizeof(T) ? sizeof(O) : sizeof(T));
+    tensors = p.grad_new_residual != nullptr ? 3 : 2;
+  }
 
   __device__ __forceinline__ char* row_memory(int stage, int tensor) const {
-    const int tensors = p.grad_new_residual != nullptr ? 3 : 2;
-    const int row_bytes = shared_row_bytes(slice(), sizeof(O) > sizeof(T) ? sizeof(O) : sizeof(T));
     const int row = stage * static_cast<int>(blockDim.y) + static_cast<int>(threadIdx.y);
     return memory + (row * tensors + tensor) * row_bytes;
   }
-  template <typename U>
-  __device__ __forceinline__ const char* row_start(const void* tensor, int64_t row,
-                                                   int64_t stride) const {
-    return reinterpret_cast<const char*>(static_cast<const U*>(tensor) + row * stride +
-                                         slice_start());
+  __device__ __forceinline__ char* grad_x_memory() const {
+    return row_memory(stages, 0) - static_cast<int>(threadIdx.y) * (tensors - 1) * row_bytes;
   }
-  static __device__ __forceinline__ int shift_of(const char* start) {
-    return static_cast<int>(reinterpret_cast<uintptr_t>(start) % 16);
+  template <typename U>
+  __device__ __forceinline__ const U* row_start(const void* tensor, int64_t row,
+                                                int64_t stride) const {
+    return static_cast<const U*>(tensor) + row * stride + slice_start;
   }
 
   template <typename U>
   __device__ __forceinline__ void start_tensor(const void* tensor, int64_t row, int64_t stride,
                                                int stage, int index) const {
-    const char* begin = row_start<U>(tensor, row, stride);
-    const int columns = min(static_cast<int>(p.dim) - slice_start(), slice());
-    // NOTE: the first block may begin before the row, but not before the row's allocation.
-    const char* source = begin - shift_of(begin);
-    const int bytes = shift_of(begin) + columns * static_cast<int>(sizeof(U));
-    char* target = row_memory(stage, index);
-    for (int offset = 16 * threadIdx.x; offset < bytes; offset += 16 * blockDim.x) {
-      async_copy_partial(target + offset, source + offset, min(bytes - offset, 16));
-    }
+    stage_in(row_memory(stage, index), row_start<U>(tensor, row, stride), columns, threadIdx.x,
+             blockDim.x);
   }
   __device__ __forceinline__ void start_next_row(int64_t row, int stage, bool row_inside) const {
     if (!row_inside) return;
@@ -404,25 +599,19 @@ struct SharedStages {
     }
   }
 
-  // NOTE: behind the row's end lies whatever was in shared memory: zero it, as its product with anything
-  // may reach a sum.
+  // Where vector j of this thread starts in its slice, and how many of its elements are there.
+  __device__ __forceinline__ int local(int j) const {
+    return (j * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * N;
+  }
+  __device__ __forceinline__ int left(int j) const { return columns - local(j); }
+
   template <typename U>
   __device__ __forceinline__ void read(const void* tensor, int64_t row, int64_t stride, int stage,
                                        int index, int j, float (&values)[N]) const {
-    const int shift = shift_of(row_start<U>(tensor, row, stride));
-    const int local = (j * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * N;
-    const char* source = row_memory(stage, index) + local * static_cast<int>(sizeof(U));
-    if constexpr (sizeof(U) == sizeof(T)) {
-      Vector<U, N>::load_shared_shifted(source, shift).to_floats(values);
-    } else {
-#pragma unroll
-      for (int k = 0; k < N; ++k)
-        values[k] = to_float(reinterpret_cast<const U*>(source + shift)[k]);
-    }
-    const int left = static_cast<int>(p.dim) - slice_start() - local;
-    if (left >= N) return;
-#pragma unroll
-    for (int k = 0; k < N; ++k) values[k] = k < left ? values[k] : 0.0f;
+    const int shift = bytes_behind_boundary(row_start<U>(tensor, row, stride));
+    load_staged<U, N>(row_memory(stage, index) + shift + local(j) * static_cast<int>(sizeof(U)),
+                      left(j))
+        .to_floats(values);
   }
   __device__ __forceinline__ void grad_out(int64_t row, int stage, int j,
                                            float (&values)[N]) const {
@@ -434,6 +623,16 @@ struct SharedStages {
   __device__ __forceinline__ void grad_new_residual(int64_t row, int stage, int j,
                                                     float (&values)[N]) const {
     read<T>(p.grad_new_residual, row, p.grad_new_residual_stride, stage, 2, j, values);
+  }
+
+  __device__ __forceinline__ void store_grad_x(int64_t row, int j, const Vector<T, N>& v) const {
+    const int shift = bytes_behind_boundary(row_start<T>(p.grad_x, row, p.dim));
+    store_staged(v, grad_x_memory() + shift + local(j) * static_cast<int>(sizeof(T)), left(j));
+  }
+  // All of the row's threads have stored.
+  __device__ __forceinline__ void write_grad_x(int64_t row) const {
+    T* target = static_cast<T*>(p.grad_x) + row * p.dim + slice_start;
+    stage_out(grad_x_memory(), target, columns, threadIdx.x, blockDim.x);
   }
 };
 
@@ -461,21 +660,30 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   Stages staged(reinterpret_cast<float*>(dynamic_memory) + stages * kBackwardThreads, p,
                 first_column, first_row, row_step, stages);
   const auto start = [&](int64_t row, int stage) {
-    if (row < p.rows) async_copy<4>(rstds + stage * kBackwardThreads, p.rstd + row);
-    staged.start_next_row(row, stage, row < p.rows);
-    async_copy_commit();
+    if constexpr (Stages::kBulk) {
+      if (threadIdx.x == 0 && row < p.rows) staged.start_row(row, stage);
+      return;
+    } else {
+      if (row < p.rows) async_copy<4>(rstds + stage * kBackwardThreads, p.rstd + row);
+      staged.start_next_row(row, stage, row < p.rows);
+      async_copy_commit();
+    }
   };
 
   row_sum_start(cluster, scratch);
 
   // The weight first: behind the rows it would wait for all of them.
-  Loading<T, N, kAligned> weight[kVectors];
+  Vector<T, N> weight[kVectors];
   if (weight_is_packed<T>(p.weight, p.weight_dtype)) {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j)
-      weight[j].start(static_cast<const T*>(p.weight), column_of(j), dim);
+      weight[j] = load_weight<kAligned, N>(static_cast<const T*>(p.weight), column_of(j), dim);
   }
-  for (int stage = 0; stage < stages - 1; ++stage) start(first_row + stage * row_step, stage);
+  // A bulk copy starts as soon as the row before it in its stage is done with, others a row later.
+  const int ahead = Stages::kBulk ? stages : stages - 1;
+  for (int stage = 0; stage < ahead; ++stage) start(first_row + stage * row_step, stage);
+  float next_rstd = 0.0f;
+  if (Stages::kBulk && first_row < p.rows) next_rstd = p.rstd[first_row];
 
   // The factors of this thread's columns.
   float factors[kVectors][N];
@@ -492,12 +700,14 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   }
 
   row_sum_end(cluster);
-  int stage = 0, turn = 0;
+  int stage = 0, turn = 0, round = 0;
   // All rows of a block, and all blocks of a cluster, go round the same number of times.
   for (int64_t row = first_row; row - threadIdx.y < p.rows; row += row_step) {
     const int64_t row_to_start = row + (stages - 1) * row_step;
     const int stage_to_start = stage == 0 ? stages - 1 : stage - 1;
-    if constexpr (Stages::kShared) {
+    if constexpr (Stages::kBulk) {
+      if (row < p.rows) staged.wait(stage, round);
+    } else if constexpr (Stages::kShared) {
       // The barrier makes this row visible to all its threads, and frees the stage of the row before it.
       async_copy_wait(stages - 2);
       row_barrier();
@@ -506,8 +716,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       start(row_to_start, stage_to_start);
       async_copy_wait(stages - 1);
     }
-    const float rstd = rstds[stage * kBackwardThreads];
     const bool row_inside = row < p.rows;
+    const float rstd = Stages::kBulk ? next_rstd : rstds[stage * kBackwardThreads];
+    if (Stages::kBulk && row + row_step < p.rows) next_rstd = p.rstd[row + row_step];
 
     // mean(g * xhat), where g = grad_out * factor and xhat = x * rstd.
     float dot[1] = {0.0f};
@@ -526,10 +737,14 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       for (int j = 0; j < kVectors; ++j) dot[0] += dots[j];
     }
     row_sum<true>(dot, cluster, scratch, turn);
+    if constexpr (Stages::kBulk) {
+      // The sum had a barrier: all threads of the row are done with the row before it.
+      if (turn > 0) start(row_to_start, stage_to_start);
+    }
     const float x_factor = dot[0] / static_cast<float>(dim) * rstd * rstd * rstd;
 
     // grad_x = rstd * g - x * rstd^2 * mean(g * xhat), and this row's part of grad_weight.
-    if (kAligned ? row_inside : true) {
+    if (row_inside) {
       T* grad_x = static_cast<T*>(p.grad_x) + row * p.dim;
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
@@ -539,7 +754,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #pragma unroll
         for (int k = 0; k < N; ++k) {
           g[k] *= rstd;
-          if (row_inside) grad_weight[j][k] += g[k] * x[k];
+          grad_weight[j][k] += g[k] * x[k];
           x[k] = g[k] * factors[j][k] - x[k] * x_factor;
         }
         if (p.grad_new_residual != nullptr) {
@@ -547,11 +762,21 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #pragma unroll
           for (int k = 0; k < N; ++k) x[k] += g[k];
         }
-        const bool inside = p.grad_x != nullptr && row_inside && column_of(j) < dim;
-        store<kAligned>(Vector<T, N>::from_floats(x), grad_x, column_of(j), dim, inside);
+        if (p.grad_x == nullptr) continue;
+        const Vector<T, N> result = Vector<T, N>::from_floats(x);
+        if constexpr (Stages::kShared) {
+          staged.store_grad_x(row, j, result);
+        } else if (column_of(j) < dim) {
+          result.store(grad_x + column_of(j));
+        }
       }
     }
+    if constexpr (Stages::kShared) {
+      row_barrier();
+      if (p.grad_x != nullptr && row_inside) staged.write_grad_x(row);
+    }
     stage = stage + 1 == stages ? 0 : stage + 1;
+    if (stage == 0) round ^= 1;
     ++turn;
   }
   let_kernel_after_start();
@@ -610,9 +835,9 @@ __global__ void __launch_bounds__(kMaxThreads)
 
   // g = grad_out * factor, and x.
   const auto load_both = [&](int column, float(&g)[N], float(&x_values)[N]) {
-    Loading<T, N, kAligned> weight;
+    Vector<T, N> weight;
     if (weight_is_packed<T>(p.weight, p.weight_dtype))
-      weight.start(static_cast<const T*>(p.weight), column, dim);
+      weight = load_weight<kAligned, N>(static_cast<const T*>(p.weight), column, dim);
     float factors[N];
     load<kAligned, N>(grad_out, column, dim).to_floats(g);
     load<kAligned, N>(x, column, dim).to_floats(x_values);
@@ -669,24 +894,28 @@ __global__ void __launch_bounds__(256)
   p.partials[blockIdx.y * p.dim + column] = sum;
 }
 
-// grad_weight = sum of the partials over the blocks. Block: 32 columns x 32 shares of the partials.
+// grad_weight = sum of the partials over the blocks. Block: (columns, shares of the partials).
+constexpr int kWeightThreads = 1024;
+
 template <typename W>
-__global__ void __launch_bounds__(1024) rms_norm_backward_weight_kernel(const RmsNormBackward p) {
-  __shared__ float sums[32][33];
-  const int64_t column = int64_t{blockIdx.x} * 32 + threadIdx.x;
+__global__ void __launch_bounds__(kWeightThreads)
+    rms_norm_backward_weight_kernel(const RmsNormBackward p) {
+  __shared__ float sums[kWeightThreads];
+  const int64_t column = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   float sum = 0.0f;
   wait_for_kernel_before();
   if (column < p.dim) {
 #pragma unroll 8
-    for (int64_t i = threadIdx.y; i < p.partial_count; i += 32)
+    for (int64_t i = threadIdx.y; i < p.partial_count; i += blockDim.y)
       sum += p.partials[i * p.dim + column];
   }
-  sums[threadIdx.y][threadIdx.x] = sum;
+  sums[threadIdx.y * blockDim.x + threadIdx.x] = sum;
   __syncthreads();
-  sum = warp_sum(sums[threadIdx.x][threadIdx.y], kWarpSize);
-  const int64_t out_column = int64_t{blockIdx.x} * 32 + threadIdx.y;
-  if (threadIdx.x == 0 && out_column < p.dim)
-    static_cast<W*>(p.grad_weight)[out_column] = from_float<W>(sum);
+  if (threadIdx.y > 0 || column >= p.dim) return;
+#pragma unroll 8
+  for (int share = 1; share < static_cast<int>(blockDim.y); ++share)
+    sum += sums[share * blockDim.x + threadIdx.x];
+  static_cast<W*>(p.grad_weight)[column] = from_float<W>(sum);
 }
 
 // ---- launchers ----
@@ -731,24 +960,38 @@ BackwardPolicy policy_of(const RmsNormBackward& p, int device) {
 template <typename T, typename O, bool kResidual, bool kAligned>
 gpuError launch_forward(const RmsNormForward& p, int device, gpuStream stream) {
   const RowPolicy policy =
-      rms_norm_forward_policy(device_info(device), dtype_size(p.x_dtype), p.dim);
+      rms_norm_forward_policy(device_info(device), kAligned, dtype_size(p.x_dtype), p.rows, p.dim);
   if (policy.streamed) {
     return gpu_launch(&rms_norm_forward_streamed_kernel<T, O, kResidual, kAligned>, dim3(p.rows),
                       dim3(policy.threads_per_row), 0, 1, stream, p);
   }
-  const auto launch = [&](auto kernel) {
+  const auto launch = [&](auto kernel, int shared_bytes) {
     const int64_t rows_per_block = int64_t{policy.rows_per_block} * policy.rows_per_thread;
     const dim3 grid(ceil_div(p.rows, rows_per_block) * policy.cluster);
     const dim3 block(policy.threads_per_row, policy.rows_per_block);
-    return gpu_launch(kernel, grid, block, 0, policy.cluster, stream, p, policy.cluster);
+    return gpu_launch(kernel, grid, block, shared_bytes, policy.cluster, stream, p, policy.cluster);
   };
-  switch (policy.vectors) {
-    case 1: return launch(&rms_norm_forward_kernel<T, O, 1, 4, kResidual, kAligned, false>);
-    case 2: return launch(&rms_norm_forward_kernel<T, O, 2, 2, kResidual, kAligned, false>);
+  if constexpr (kAligned) {
+    switch (10 * policy.vectors + policy.rows_per_thread) {
+      case 11: return launch(&rms_norm_forward_kernel<T, O, 1, 1, kResidual, true, false>, 0);
+      case 14: return launch(&rms_norm_forward_kernel<T, O, 1, 4, kResidual, true, false>, 0);
+      case 21: return launch(&rms_norm_forward_kernel<T, O, 2, 1, kResidual, true, false>, 0);
+      case 22: return launch(&rms_norm_forward_kernel<T, O, 2, 2, kResidual, true, false>, 0);
+    }
+    return with_bool(policy.cluster > 1, [&](auto clusters) {
+      return launch(&rms_norm_forward_kernel<T, O, 4, 1, kResidual, true, clusters>, 0);
+    });
+  } else {
+    const int columns = static_cast<int>(std::min<int64_t>(
+        p.dim, int64_t{policy.threads_per_row} * policy.vectors * (16 / sizeof(T))));
+    const int shared_bytes = (kResidual ? 2 : 1) * policy.rows_per_block *
+                             staged_bytes(columns, std::max(sizeof(T), sizeof(O)));
+    if (policy.vectors == 1)
+      return launch(&rms_norm_forward_kernel<T, O, 1, 1, kResidual, false, false>, shared_bytes);
+    return with_bool(policy.cluster > 1, [&](auto clusters) {
+      return launch(&rms_norm_forward_kernel<T, O, 4, 1, kResidual, false, clusters>, shared_bytes);
+    });
   }
-  return with_bool(policy.cluster > 1, [&](auto clusters) {
-    return launch(&rms_norm_forward_kernel<T, O, 4, 1, kResidual, kAligned, clusters>);
-  });
 }
 
 // `kVectors` is the most that the policy gives; halves of it are what else it may give. kLong: rows may be
@@ -790,8 +1033,12 @@ gpuError launch_backward_weight(const RmsNormBackward& p, gpuStream stream) {
   gpuError error = gpuSuccess;
   dispatch_activation_output(p.weight_dtype, p.weight_dtype, [&](auto tag, auto) {
     using W = typename decltype(tag)::type;
-    error = gpu_launch_after(&rms_norm_backward_weight_kernel<W>, dim3(ceil_div(p.dim, 32)),
-                             dim3(32, 32), stream, p);
+    // Four partials or more a thread, where there are enough.
+    const int shares = static_cast<int>(
+        std::clamp<int64_t>(next_power_of_two(ceil_div(p.partial_count, 4)), 1, kWarpSize));
+    const int columns = kWeightThreads / shares;
+    error = gpu_launch_after(&rms_norm_backward_weight_kernel<W>, dim3(ceil_div(p.dim, columns)),
+                             dim3(columns, shares), stream, p);
   });
   return error;
 }
@@ -831,6 +1078,9 @@ const char* rms_norm_backward(const RmsNormBackward& p, int device, void* raw_st
         using O = typename decltype(out_tag)::type;
         if (policy.row.streamed) {
           error = launch_backward_streamed<T, O>(p, policy, stream);
+        } else if (policy.bulk) {
+          error = launch_backward_rows<T, O, kBackwardColumns * sizeof(T) / 16, BulkStages>(
+              p, policy, stream);
         } else if (is_aligned(p)) {
           error = launch_backward_rows<T, O, kBackwardColumns * sizeof(T) / 16, PrivateStages>(
               p, policy, stream);

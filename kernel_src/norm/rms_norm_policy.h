@@ -5,6 +5,7 @@
 
 #include "common/device_info.h"
 #include "common/reduce.h"
+#include "common/staged.h"
 #include "norm/rms_norm.h"
 
 namespace fuselage {
@@ -48,18 +49,15 @@ inline int cluster_for(const DeviceInfo& device, int64_t count, int64_t wanted) 
 // The most vectors of a row that a block of the forward holds.
 constexpr int64_t kForwardBlockVectors = 4 * kMaxThreads;
 
-inline RowPolicy rms_norm_forward_policy(const DeviceInfo& device, int element_size, int64_t dim) {
+// Threads for which a multiprocessor has registers in every forward kernel.
+constexpr int kResidentThreads = 1024;
+
+// How many vectors a thread has does not change the order of a row's sum (row_sum_of_vectors), so it may
+// depend on the number of rows.
+inline RowPolicy rms_norm_forward_policy(const DeviceInfo& device, bool aligned, int element_size,
+                                         int64_t rows, int64_t dim) {
   const int64_t count = ceil_div(dim, 16 / element_size);
   RowPolicy policy{4, 1, 0, 1, 1, false};
-  // Four 16-byte loads in flight a thread fill the memory pipeline at the occupancy these kernels have.
-  // Short rows get there by taking several rows a thread.
-  if (count <= kWarpSize) {
-    policy.vectors = 1;
-    policy.rows_per_thread = 4;
-  } else if (count <= 2 * kWarpSize) {
-    policy.vectors = 2;
-    policy.rows_per_thread = 2;
-  }
   if (count > kForwardBlockVectors)
     policy.cluster = cluster_for(device, count, kForwardBlockVectors / 2);
   const int64_t block_count = ceil_div(count, policy.cluster);
@@ -69,7 +67,29 @@ inline RowPolicy rms_norm_forward_policy(const DeviceInfo& device, int element_s
     policy.threads_per_row = kMaxThreads;
     return policy;
   }
+  // Where all rows are on the GPU at once, time is latency: as many threads to a row as there is room for.
+  const auto all_resident = [&](int vectors) {
+    const int64_t threads = threads_for(count, vectors);
+    return threads <= kMaxThreads && rows * threads <= device.multiprocessors * kResidentThreads;
+  };
+  // Elsewhere four 16-byte loads in flight a thread fill the memory pipeline at the occupancy these kernels
+  // have. Short rows get there by taking several rows a thread.
+  if (!aligned) {
+    if (count <= kWarpSize) policy.vectors = 1;
+  } else if (all_resident(1)) {
+    policy.vectors = 1;
+  } else if (count <= kWarpSize) {
+    policy.vectors = 1;
+    policy.rows_per_thread = 4;
+  } else if (all_resident(2)) {
+    policy.vectors = 2;
+  } else if (count <= 2 * kWarpSize) {
+    policy.vectors = 2;
+    policy.rows_per_thread = 2;
+  }
   policy.threads_per_row = threads_for(block_count, policy.vectors);
+  // A thread's vectors lie a warp apart.
+  if (policy.vectors > 1) policy.threads_per_row = std::max(policy.threads_per_row, kWarpSize);
   if (policy.threads_per_row <= kWarpSize) policy.rows_per_block = 128 / policy.threads_per_row;
   return policy;
 }
@@ -81,21 +101,11 @@ constexpr int kMaxStages = 4;
 
 struct BackwardPolicy {
   RowPolicy row;
+  bool bulk;         // whole rows are copied by one thread
   int stages;        // rows under way between global and shared memory
   int shared_bytes;  // dynamic shared memory of a block
   int blocks;        // persistent blocks; each cluster of them leaves one row of weight partials
 };
-
-// Shared memory of one row of unaligned elements: its 16-byte blocks, of which it may touch one more than
-// its size says, and one that is read with the last but not used.
-constexpr
-#if defined(__CUDACC__) || defined(__HIPCC__)
-    __host__ __device__
-#endif
-    inline int
-    shared_row_bytes(int columns, int element_size) {
-  return (columns * element_size + 15) / 16 * 16 + 32;
-}
 
 inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& device, bool aligned, int x_size,
                                                int out_size, bool has_grad_new_residual,
@@ -110,23 +120,30 @@ inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& device, bool al
   const int x_reads = has_grad_new_residual ? 2 : 1;
   // Bytes of one stage of `rows` rows of `threads` * `vectors` vectors. Aligned stages have room for
   // all threads a block may have.
+  const auto tensor_bytes_of = [&](int rows, int threads, int vectors) {
+    return rows * staged_bytes(threads * vectors * vector_size, std::max(x_size, out_size));
+  };
   const auto stage_bytes_of = [&](int rows, int threads, int vectors) {
     if (aligned) return kBackwardThreads * vectors * vector_size * (x_reads * x_size + out_size);
-    return rows * (x_reads + 1) *
-           shared_row_bytes(threads * vectors * vector_size, std::max(x_size, out_size));
+    return (x_reads + 1) * tensor_bytes_of(rows, threads, vectors);
   };
   const int least_stages = aligned ? 1 : 2;
+  // Unaligned rows need two stages, and room for grad_x on its way out.
+  const auto least_bytes_of = [&](int rows, int threads, int vectors) {
+    return least_stages * stage_bytes_of(rows, threads, vectors) +
+           (aligned ? 0 : tensor_bytes_of(rows, threads, vectors));
+  };
 
   const int64_t count = ceil_div(dim, vector_size);
   // Where shared memory is small, threads have fewer vectors (aligned) or rows fewer threads.
   int most_vectors = kBackwardColumns / vector_size;
   int block_threads = kBackwardThreads;
   while (aligned && most_vectors > 1 &&
-         stage_bytes_of(1, block_threads, most_vectors) > shared_bytes) {
+         least_bytes_of(1, block_threads, most_vectors) > shared_bytes) {
     most_vectors /= 2;
   }
   while (!aligned && block_threads > kWarpSize &&
-         least_stages * stage_bytes_of(1, block_threads, most_vectors) > shared_bytes) {
+         least_bytes_of(1, block_threads, most_vectors) > shared_bytes) {
     block_threads -= kWarpSize;
   }
   const int64_t block_limit = int64_t{block_threads} * most_vectors;
@@ -147,25 +164,43 @@ inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& device, bool al
     row.rows_per_block =
         static_cast<int>(std::clamp<int64_t>(rows_each, 1, kBackwardThreads / row.threads_per_row));
     while (!aligned && row.rows_per_block > 1 &&
-           2 * stage_bytes_of(row.rows_per_block, row.threads_per_row, row.vectors) >
-               shared_bytes) {
+           least_bytes_of(row.rows_per_block, row.threads_per_row, row.vectors) > shared_bytes) {
       --row.rows_per_block;
     }
   }
-  const int stage_bytes = stage_bytes_of(row.rows_per_block, row.threads_per_row, row.vectors);
-  // NOTE: measured on an H200, bfloat16, and not explained: with two inputs and long rows, copying further
-  // ahead is slower, most of all where the threads of a row are a power of two. (16384, 4096) takes 104 us
-  // with one stage, 113 with two and 115 with three; (8192, 3072) 46.1, 43.7 and 44.5. With three inputs
-  // two stages are best, for short rows four: (1048576, 128) takes 293, 214, and 196 with four.
+  // Bulk copies pay where a block has rows enough to copy ahead.
+  const auto bulk_bytes_of = [&](int rows) {
+    return rows * row.threads_per_row * row.vectors * vector_size * (x_reads * x_size + out_size);
+  };
+  const int64_t turns =
+      ceil_div(rows * row.cluster, int64_t{device.multiprocessors} * row.rows_per_block);
+  policy.bulk = aligned && device.compute_capability >= 90 && row.threads_per_row > kWarpSize &&
+                turns > 2 && 2 * bulk_bytes_of(1) <= shared_bytes;
+  while (policy.bulk && 2 * bulk_bytes_of(row.rows_per_block) > shared_bytes) --row.rows_per_block;
+  const int stage_bytes =
+      policy.bulk ? bulk_bytes_of(row.rows_per_block)
+                  : stage_bytes_of(row.rows_per_block, row.threads_per_row, row.vectors);
+  // NOTE: measured on an H200, bfloat16. Copying further ahead is slower with two inputs: it does not depend on
+  // the way of copying, nor on the arithmetic, and some multiprocessors then end a third earlier than others.
+  // Bulk copies of (16384, 4096) take 109 us with two stages, 115 with three; of (9362, 7168) 106 and 117.
+  // Others take 105 us with one stage, 113 with two; (32768, 1024) 56 with one. With three inputs two stages
+  // are best, for short rows four: (1048576, 128) takes 293, 214, and 196 with four. Blocks of a cluster wait
+  // for each other every row, which more stages hide: (512, 131072) takes 206 us with two, 178 with three.
   int stages = kMaxStages;
-  if (row.vectors == most_vectors && !has_grad_new_residual && row.cluster == 1) {
-    stages = next_power_of_two(row.threads_per_row) == row.threads_per_row ? 1 : 2;
+  if (policy.bulk && row.cluster == 1) {
+    stages = 2;
+  } else if (row.vectors == most_vectors && !has_grad_new_residual && row.cluster == 1) {
+    stages = 1;
   }
-  policy.stages = std::max(std::min(shared_bytes / stage_bytes, stages), least_stages);
+  const int out_bytes =
+      aligned ? 0 : tensor_bytes_of(row.rows_per_block, row.threads_per_row, row.vectors);
+  policy.stages =
+      std::max(std::min((shared_bytes - out_bytes) / stage_bytes, stages), least_stages);
   // At the end the same memory holds the weight gradients of the block's rows, to add them up.
   const int columns = row.threads_per_row * row.vectors * vector_size;
   const int weight_bytes = row.rows_per_block * columns * static_cast<int>(sizeof(float));
-  policy.shared_bytes = std::max(policy.stages * (stage_bytes + rstd_bytes), weight_bytes);
+  policy.shared_bytes =
+      std::max(policy.stages * (stage_bytes + rstd_bytes) + out_bytes, weight_bytes);
   const int64_t row_blocks = ceil_div(rows, row.rows_per_block);
   policy.blocks = static_cast<int>(std::min<int64_t>(
       row_blocks * row.cluster, device.multiprocessors / row.cluster * row.cluster));
