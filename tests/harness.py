@@ -121,14 +121,17 @@ class Operator:
     reference: Callable  # of reference.py
     eager: Callable  # of eager.py
     row_inputs: tuple[str, ...]  # [..., dim], all of one shape and dtype
-    vector_inputs: tuple[str, ...]  # [dim]
+    vector_inputs: tuple[str, ...]  # [dim], or as long as `vector_sizes` says
     outputs: tuple[str, ...]
     styles: dict[str, Style]
     roundings: tuple[
         str, ...
     ] = ()  # options that only round on the way: gradients know nothing of them
-    gradient_terms: Callable | None = None  # sizes of the terms of the gradients, see assert_close
+    output_terms: Callable | None = None  # sizes of the terms of the outputs, see assert_close
+    gradient_terms: Callable | None = None  # sizes of the terms of the gradients, likewise
     saved: tuple[str, ...] = ()  # what may be kept for the backward
+    statistics: int = 1  # float32 values a row that may be kept besides
+    vector_sizes: dict[str, int] = field(default_factory=dict)  # of those that are not [dim]
     samples: Callable | None = None  # (kernel, device) -> (op, arguments) of the ops behind it
 
     def inputs(self, shape, dtype, device, style: str = "torch") -> dict[str, Tensor | None]:
@@ -150,6 +153,15 @@ class Operator:
         inputs = {name: None if t is None else t.to(torch.float64) for name, t in inputs.items()}
         options = {name: o for name, o in options.items() if name not in ("out_dtype", "dtype")}
         return self._named(self.reference(**inputs, **options, dtype=dtype))
+
+    def run_output_terms(self, inputs: dict, options: dict) -> dict[str, Tensor]:
+        if self.output_terms is None:
+            return {}
+        double = {n: None if t is None else t.detach().double() for n, t in inputs.items()}
+        return self._named(self.output_terms(**double, **options))
+
+    def vector_size(self, name: str, dim: int) -> int:
+        return self.vector_sizes.get(name, dim)
 
     def without_roundings(self, options: dict) -> dict:
         return {name: o for name, o in options.items() if name not in self.roundings}
@@ -213,13 +225,16 @@ def check_values(op: Operator, kernel, inputs: dict, options: dict) -> dict[str,
     """The outputs are the reference's, contiguous, in the right dtype. Returns them."""
     outputs = op.run(kernel, inputs, options)
     expected = op.run_reference(inputs, options)
+    terms = op.run_output_terms(inputs, options)
     dtype = inputs["x"].dtype
     inner_rounding = dtype if options.get("cast_before_weight") else None
     for name, output in outputs.items():
         wanted = (options.get("out_dtype") if name == "out" else None) or dtype
         assert output.dtype == wanted and output.device == inputs["x"].device, name
         assert output.is_contiguous(), f"{name} has strides {output.stride()}"
-        assert_close(output, expected[name], name, inner_rounding=inner_rounding)
+        assert_close(
+            output, expected[name], name, terms=terms.get(name), inner_rounding=inner_rounding
+        )
     return outputs
 
 

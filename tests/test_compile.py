@@ -102,7 +102,8 @@ def test_compile(fuselage, device, op, style, training):
 @each_operator(OPERATORS)
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_compile_with_inductor(fuselage, device, op, training):
-    check_compiled(op, fuselage, device, "llama", torch.bfloat16, "inductor", training=training)
+    style = "llama" if "llama" in op.styles else "torch"
+    check_compiled(op, fuselage, device, style, torch.bfloat16, "inductor", training=training)
 
 
 @each_operator(OPERATORS)
@@ -130,7 +131,7 @@ def test_compile_with_neighbours_and_some_gradients(fuselage, device, op):
 
     def block(x, others):
         outputs = op.run(fuselage, {"x": torch.sin(x) * 2, **others}, {})
-        return torch.cos(outputs["out"]) + x
+        return torch.cos(0.1 * outputs["out"]) + x  # large results would be all noise
 
     counter = Compilations("inductor")
     compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)

@@ -199,7 +199,8 @@ def test_incoming_gradients_of_a_sum(fuselage, device, op):
 def test_layouts_of_vectors(fuselage, device, op, layout, dtype, dim):
     inputs = op.inputs((7, dim), dtype, device)
     for name in op.vector_inputs:
-        inputs[name] = layout(lambda *shape: normal(shape, dtype, device), dim)
+        size = op.vector_size(name, dim)
+        inputs[name] = layout(lambda *shape: normal(shape, dtype, device), size)
     check_values(op, fuselage, inputs, {})
     check_gradients(op, fuselage, inputs, {})
 
@@ -274,7 +275,8 @@ def test_accuracy_is_no_worse_than_pytorchs(fuselage, device, op, style, dtype, 
         lambda leaves, opts: op.run(fuselage, leaves, opts), inputs, options, grad_outs, requires
     )
     for name in requires:
-        check_no_worse(actual[name], eager[name], expected[name], f"grad_{name}")
+        if name not in op.vector_sizes:  # of a few values it is luck whose are closer
+            check_no_worse(actual[name], eager[name], expected[name], f"grad_{name}")
 
 
 # Large inputs
@@ -291,8 +293,9 @@ def check_in_parts(op, kernel, inputs: dict, rows: list[int], part: int = 1 << 2
     outputs = op.run(kernel, leaves, {})
     selected = {name: t[index] if name in op.row_inputs else t for name, t in inputs.items()}
     expected = op.run_reference(selected, {})
+    terms = op.run_output_terms(selected, {})
     for name in op.outputs:
-        assert_close(outputs[name].detach()[index], expected[name], name)
+        assert_close(outputs[name].detach()[index], expected[name], name, terms=terms.get(name))
 
     torch.autograd.backward(list(outputs.values()), list(grad_outs.values()))
     actual = {name: t.grad for name, t in leaves.items()}
