@@ -83,3 +83,40 @@ class RmsNormTraining(Sizes, Benchmark):
 
     benchmark_small = benchmark_medium = benchmark_large = fused
     verify_small = verify_medium = verify_large = reference
+
+
+class PolyNormSizes(Sizes):
+    def make(self, rows: int, dim: int) -> None:
+        super().make(rows, dim)
+        self.weight = torch.tensor([0.1, 0.1, 0.1], device=self.device, dtype=torch.bfloat16)
+        self.bias = torch.zeros(1, device=self.device, dtype=torch.bfloat16)
+
+    def formula(self) -> torch.Tensor:
+        x, weight = self.x.float(), self.weight.float()
+        powers = (x**3, x**2, x)
+        norms = [u * torch.rsqrt(u.pow(2).mean(-1, keepdim=True) + EPS) for u in powers]
+        return sum(w * norm for w, norm in zip(weight, norms)) + self.bias.float()
+
+
+class PolyNorm(PolyNormSizes, Benchmark):
+    def fused(self) -> None:
+        self.out = self.kernel.poly_norm(self.x, self.weight, self.bias, EPS)
+
+    def reference(self) -> torch.Tensor:
+        return self.formula().to(self.x.dtype)
+
+    benchmark_one_row = benchmark_small = benchmark_medium = benchmark_large = fused
+    verify_one_row = verify_small = verify_medium = verify_large = reference
+
+
+class FusedMulPolyNorm(PolyNormSizes, Benchmark):
+    def fused(self) -> None:
+        self.out = self.kernel.fused_mul_poly_norm(
+            self.x, self.residual, self.weight, self.bias, EPS
+        )
+
+    def reference(self) -> torch.Tensor:
+        return (self.formula() * self.residual.float()).to(self.x.dtype)
+
+    benchmark_one_row = benchmark_small = benchmark_medium = benchmark_large = fused
+    verify_one_row = verify_small = verify_medium = verify_large = reference

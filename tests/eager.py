@@ -34,3 +34,22 @@ def fused_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     new_residual = x + residual
     return rms_norm(new_residual, weight, eps, **options), new_residual
+
+
+def poly_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6, *, mul: Tensor | None = None
+) -> Tensor:
+    """`PolyNorm` of the Motif models, in float32, and its product with `mul`."""
+
+    def norm(u):
+        return u * torch.rsqrt(u.pow(2).mean(-1, keepdim=True) + eps)
+
+    h, w = x.float(), weight.float()
+    out = w[0] * norm(h**3) + w[1] * norm(h**2) + w[2] * norm(h) + bias.float()
+    return (out if mul is None else out * mul.float()).to(x.dtype)
+
+
+def fused_mul_poly_norm(
+    x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6
+) -> Tensor:
+    return poly_norm(x, weight, bias, eps, mul=mul)

@@ -94,4 +94,97 @@ FUSED_ADD_RMS_NORM = Operator(
     saved=("new_residual", "weight", "rstd"),
 )
 
-OPERATORS = (RMS_NORM, FUSED_ADD_RMS_NORM)
+# PolyNorm
+
+POLY_NORM_STYLES = {
+    "torch": Style(),
+    "eps": Style(options={"eps": 1e-3}),
+    "float32_weight": Style(inputs={"weight": torch.float32}),
+    "float32_bias": Style(inputs={"bias": torch.float32}),
+}
+
+
+def poly_norm_inputs(shape, dtype, device, *, weight="same", bias="same", **_):
+    """`x`, `weight` [3] and `bias` [1]: their dtypes, or "same" for that of `x`."""
+    weight_dtype, bias_dtype = (dtype if d == "same" else d for d in (weight, bias))
+    return {
+        "x": normal(shape, dtype, device),
+        "weight": normal((3,), weight_dtype, device, mean=1.0),
+        "bias": normal((1,), bias_dtype, device),
+    }
+
+
+def fused_mul_poly_norm_inputs(shape, dtype, device, **style):
+    inputs = poly_norm_inputs(shape, dtype, device, **style)
+    return {"x": inputs.pop("x"), "mul": normal(shape, dtype, device), **inputs}
+
+
+def _poly_norm_samples(kernel, device):
+    """(op, arguments) of everything that is registered, for opcheck."""
+    ops = kernel.norm.ops
+    for dtype, weight_dtype, shape in (
+        (torch.float32, torch.float32, (3, 8)),
+        (torch.bfloat16, torch.float32, (2, 3, 6)),
+        (torch.float16, torch.float16, (4, 16)),
+    ):
+        style = {"weight": weight_dtype, "bias": weight_dtype}
+        x, mul, weight, bias = fused_mul_poly_norm_inputs(shape, dtype, device, **style).values()
+        rstd = torch.rand((x[..., 0].numel(), 3), device=device) + 0.5
+        for requires_grad in (False, True):
+            x, mul, weight, bias = (
+                t.detach().clone().requires_grad_(requires_grad) for t in (x, mul, weight, bias)
+            )
+            if not requires_grad:
+                yield ops.poly_norm.default, (x, weight, bias, 1e-6)
+            yield ops.poly_norm_fwd.default, (x, weight, bias, 1e-6)
+            for other, mul_first in ((mul, False), (None, False), (None, True)):
+                arguments = (x, other, weight, bias, 1e-6, mul_first)
+                if not requires_grad:
+                    yield ops.fused_mul_poly_norm.default, arguments
+                yield ops.fused_mul_poly_norm_fwd.default, arguments
+        x, mul, weight, bias = (t.detach() for t in (x, mul, weight, bias))
+        half = x[..., : shape[-1] // 2].contiguous()
+        for grad_out, other, packed, needs in (
+            (x, None, False, (True, False, True, True)),
+            (x, mul, False, (True, True, True, True)),
+            (x, mul, False, (False, True, False, False)),
+            (half, None, True, (True, False, True, False)),
+        ):
+            arguments = (grad_out, x, other, packed, False, weight, bias, rstd, *needs)
+            yield ops.poly_norm_bwd.default, arguments
+
+
+POLY_NORM = Operator(
+    name="poly_norm",
+    make_inputs=poly_norm_inputs,
+    reference=reference.poly_norm,
+    eager=eager.poly_norm,
+    row_inputs=("x",),
+    vector_inputs=("weight", "bias"),
+    vector_sizes={"weight": 3, "bias": 1},
+    outputs=("out",),
+    styles=POLY_NORM_STYLES,
+    output_terms=reference.poly_norm_output_terms,
+    gradient_terms=reference.poly_norm_gradient_terms,
+    saved=("x", "weight", "bias", "rstd"),
+    statistics=3,
+    samples=_poly_norm_samples,
+)
+
+FUSED_MUL_POLY_NORM = Operator(
+    name="fused_mul_poly_norm",
+    make_inputs=fused_mul_poly_norm_inputs,
+    reference=reference.fused_mul_poly_norm,
+    eager=eager.fused_mul_poly_norm,
+    row_inputs=("x", "mul"),
+    vector_inputs=("weight", "bias"),
+    vector_sizes={"weight": 3, "bias": 1},
+    outputs=("out",),
+    styles=POLY_NORM_STYLES,
+    output_terms=reference.poly_norm_output_terms,
+    gradient_terms=reference.poly_norm_gradient_terms,
+    saved=("x", "mul", "weight", "bias", "rstd"),
+    statistics=3,
+)
+
+OPERATORS = (RMS_NORM, FUSED_ADD_RMS_NORM, POLY_NORM, FUSED_MUL_POLY_NORM)

@@ -71,3 +71,103 @@ def rms_norm_gradient_terms(
     if grad_new_residual is not None:
         sizes = sizes + grad_new_residual.abs()
     return {"x": sizes, "residual": sizes, "weight": (grad_out * xhat).sum_to_size(s.shape[-1])}
+
+
+def _poly_norm_parts(x: Tensor, eps: float) -> list[Tensor]:
+    """N(x^3), N(x^2), N(x), in the order of the weights."""
+    powers = (x * x * x, x * x, x)
+    return [u / torch.sqrt(u.pow(2).mean(-1, keepdim=True) + eps) for u in powers]
+
+
+def poly_norm(
+    x: Tensor,  # [..., dim]
+    weight: Tensor,  # [3]
+    bias: Tensor,  # [1]
+    eps: float = 1e-6,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    cube, square, line = _poly_norm_parts(x, eps)
+    return weight[0] * cube + weight[1] * square + weight[2] * line + bias
+
+
+def fused_mul_poly_norm(
+    x: Tensor,  # [..., dim]
+    mul: Tensor,  # [..., dim]
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-6,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    return poly_norm(x, weight, bias, eps) * mul
+
+
+def poly_norm_output_terms(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6, *, mul: Tensor | None = None
+) -> Tensor:
+    """The sizes of the terms whose sum is the result; the sum itself can be far smaller."""
+    parts = [*_poly_norm_parts(x.abs(), eps), torch.ones_like(x)]
+    factors = [*weight.abs(), bias.abs()]
+    terms = sum(factor * part for factor, part in zip(factors, parts, strict=True))
+    return terms if mul is None else terms * mul.abs()
+
+
+def poly_norm_gradient_terms(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-6,
+    *,
+    mul: Tensor | None = None,
+    grad_out: Tensor,
+) -> dict[str, Tensor]:
+    """The same of the gradients, g = grad_out * mul, n = 3, 2, 1, r = 1 / sqrt(mean(x^2n) + eps)
+
+    grad_x      = sum over n of w * n * r * x^(n-1) * (g - N(x^n) * mean(g * N(x^n)))
+    grad_weight = sum of g * N(x^n)
+    grad_bias   = sum of g
+    grad_mul    = grad_out * poly_norm(x)
+    """
+    x, g = x.abs(), grad_out.abs()
+    grad_mul = g * poly_norm_output_terms(x, weight, bias, eps)
+    g = g if mul is None else g * mul.abs()
+    grad_x, grad_weight = 0.0, []
+    for n, factor, part in zip((3, 2, 1), weight.abs(), _poly_norm_parts(x, eps), strict=True):
+        rstd = 1 / torch.sqrt(x.pow(2 * n).mean(-1, keepdim=True) + eps)
+        of_mean = part * (g * part).mean(-1, keepdim=True)
+        grad_x = grad_x + factor * n * rstd * x.pow(n - 1) * (g + of_mean)
+        grad_weight.append((g * part).sum())
+    return {
+        "x": grad_x,
+        "mul": grad_mul,
+        "weight": torch.stack(grad_weight),
+        "bias": g.sum().reshape(1),
+    }
+
+
+def grouped_poly_norm(
+    x: Tensor,  # [rows, dim]
+    mul: Tensor,  # [rows, dim]
+    weight: Tensor,  # [experts, 3]
+    bias: Tensor,  # [experts, 1]
+    offs: Tensor,  # [experts]: the end row of each expert
+    eps: float = 1e-6,
+    *,
+    hidden_clamp: float | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    rows = torch.arange(x.shape[0], device=x.device)
+    expert = (rows[:, None] >= offs.long()).sum(-1)
+    inside = expert < len(offs)
+    # Padding is cut off before the arithmetic: it may hold anything, NaN as well.
+    x, mul, expert = x[inside], mul[inside], expert[inside]
+    if hidden_clamp is not None:
+        x, mul = (t.clamp(-hidden_clamp, hidden_clamp) for t in (x, mul))
+    parts = torch.stack([*_poly_norm_parts(x, eps), torch.ones_like(x)], dim=-1)
+    factors = torch.cat([weight, bias], dim=-1)[expert]
+    out = (parts * factors[:, None]).sum(-1) * mul
+    if hidden_clamp is not None:
+        out = out.clamp(-hidden_clamp, hidden_clamp)
+    padded = torch.zeros(len(rows), x.shape[-1], dtype=out.dtype, device=out.device)
+    return padded.index_put((inside.nonzero()[:, 0],), out)

@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "binding/norm.h"
+#include "binding/poly_norm.h"
 #include "registration.h"
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
@@ -24,6 +25,20 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "fused_add_rms_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, float eps, float weight_offset, "
       "bool cast_before_weight) -> ()");
+  ops.def("poly_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor");
+  ops.def(
+      "poly_norm_fwd(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor out, Tensor rstd)");
+  ops.def(
+      "fused_mul_poly_norm(Tensor x, Tensor? mul, Tensor weight, Tensor bias, float eps, bool mul_first) "
+      "-> Tensor");
+  ops.def(
+      "fused_mul_poly_norm_fwd(Tensor x, Tensor? mul, Tensor weight, Tensor bias, float eps, "
+      "bool mul_first) -> (Tensor out, Tensor rstd)");
+  ops.def(
+      "poly_norm_bwd(Tensor grad_out, Tensor x, Tensor? mul, bool packed, bool mul_first, Tensor weight, "
+      "Tensor bias, Tensor rstd, bool needs_grad_x, bool needs_grad_mul, bool needs_grad_weight, "
+      "bool needs_grad_bias) "
+      "-> (Tensor grad_x, Tensor grad_mul, Tensor grad_weight, Tensor grad_bias)");
 }
 
 namespace {
@@ -36,6 +51,11 @@ void implement(torch::stable::detail::StableLibrary& ops) {
   ops.impl("fused_add_rms_norm", TORCH_BOX(&fused_add_rms_norm));
   ops.impl("fused_add_rms_norm_fwd", TORCH_BOX(&fused_add_rms_norm_fwd));
   ops.impl("fused_add_rms_norm_", TORCH_BOX(&fused_add_rms_norm_));
+  ops.impl("poly_norm", TORCH_BOX(&poly_norm));
+  ops.impl("poly_norm_fwd", TORCH_BOX(&poly_norm_fwd));
+  ops.impl("fused_mul_poly_norm", TORCH_BOX(&fused_mul_poly_norm));
+  ops.impl("fused_mul_poly_norm_fwd", TORCH_BOX(&fused_mul_poly_norm_fwd));
+  ops.impl("poly_norm_bwd", TORCH_BOX(&poly_norm_bwd));
 }
 
 }  // namespace

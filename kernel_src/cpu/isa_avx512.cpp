@@ -5,5 +5,6 @@
 #define FUSELAGE_ISA avx512
 #define FUSELAGE_VECTOR_BYTES 64
 
+#include "cpu/poly_norm.cpp"
 #include "cpu/rms_norm.cpp"
 #endif

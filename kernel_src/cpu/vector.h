@@ -247,4 +247,24 @@ FUSELAGE_INLINE double sum_vectors(int64_t size, Term term) {
   return total;
 }
 
+// As sum_vectors, of kCount sums at once: term(i, lanes, sums) adds to each of the kCount accumulators it is
+// given, nothing in lanes that are not there. Their blocks are shorter: sums of terms of either sign, as those of
+// a gradient, are small beside their terms.
+template <int kCount, class Term>
+FUSELAGE_INLINE void sum_vectors_of(int64_t size, double (&totals)[kCount], Term term) {
+  constexpr int64_t kBlock = 8 * 2 * kLanes;
+  for (int k = 0; k < kCount; ++k) totals[k] = 0;
+  for (int64_t begin = 0; begin < size; begin += kBlock) {
+    const int64_t end = size - begin < kBlock ? size : begin + kBlock;
+    Floats even[kCount] = {}, odd[kCount] = {};
+    int64_t i = begin;
+    for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+      term(i, AllLanes{}, even);
+      term(i + kLanes, AllLanes{}, odd);
+    }
+    for_each_vector(i, end, [&](int64_t j, auto lanes) { term(j, lanes, even); });
+    for (int k = 0; k < kCount; ++k) totals[k] += sum_lanes(even[k] + odd[k]);
+  }
+}
+
 }  // namespace fuselage::cpu::FUSELAGE_ISA

@@ -7,6 +7,7 @@ from typing import Optional
 import torch
 
 from .norm import fused_add_rms_norm, rms_norm
+from .poly_norm import fused_mul_poly_norm, poly_norm
 
 
 class RMSNorm(torch.nn.Module):
@@ -86,3 +87,59 @@ class FusedAddRMSNorm(RMSNorm):
             cast_before_weight=self.cast_before_weight,
             out_dtype=self.out_dtype,
         )
+
+
+class PolyNorm(torch.nn.Module):
+    """`poly_norm` with a weight `[3]` and a bias `[1]` of its own, as the Motif models have it.
+
+    Args:
+        eps: Added to the means.
+        device, dtype: Of the parameters, which start at thirds and zero.
+    """
+
+    def __init__(self, eps: float = 1e-6, *, device=None, dtype: Optional[torch.dtype] = None):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.empty(3, device=device, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weights to a third each, and the bias to zero."""
+        torch.nn.init.constant_(self.weight, 1.0 / 3.0)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return poly_norm(x, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"
+
+
+class FusedMulPolyNorm(PolyNorm):
+    """`fused_mul_poly_norm` with parameters of its own: `(x, mul)`, or both packed, `-> out`.
+
+    Args:
+        eps: Added to the means.
+        mul_first: Of a packed `x`: `mul` is the first half.
+        device, dtype: Of the parameters.
+    """
+
+    def __init__(
+        self,
+        eps: float = 1e-6,
+        *,
+        mul_first: bool = False,
+        device=None,
+        dtype: Optional[torch.dtype] = None,
+    ):
+        super().__init__(eps, device=device, dtype=dtype)
+        self.mul_first = mul_first
+
+    def forward(self, x: torch.Tensor, mul: Optional[torch.Tensor] = None) -> torch.Tensor:
+        return fused_mul_poly_norm(
+            x, mul, self.weight, self.bias, self.eps, mul_first=self.mul_first
+        )
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", mul_first=True" if self.mul_first else "")

@@ -1,0 +1,857 @@
+// poly_norm, fused_mul_poly_norm and grouped_poly_norm on the GPU (formulas: norm/poly_norm.h).
+//
+// The threads of a row hold it in registers, packed, forward and backward, so that it is read once: loads are
+// 16 bytes wide and all issued before the first use, one reduction gives all sums of the row (three, or four),
+// and a second pass over the registers writes the results. Short rows share a block; long rows are cut over
+// the blocks of a cluster; rows beyond that are streamed: read twice.
+//
+// A row's part of the gradients of weight and bias is four numbers. Blocks of the backward add those of their
+// rows up and leave one float32 partial sum; a second kernel adds them up in order. With experts, each row
+// leaves its own, and a block of the second kernel has the rows of one expert.
+//
+// Which thread has which columns, and so the order of every sum, does not depend on alignment: with kAligned
+// every row of every tensor starts and ends on a 16-byte boundary; without, vectors are put together from two
+// aligned blocks (common/vector.h).
+#include "norm/poly_norm.h"
+
+#include <type_traits>
+
+#include "common/dispatch.h"
+#include "common/reduce.h"
+#include "common/vector.h"
+#include "norm/poly_norm_policy.h"
+
+namespace fuselage {
+namespace {
+
+enum class Form { plain, mul, grouped };
+
+constexpr bool has_mul(Form form) { return form != Form::plain; }
+
+// ---- device helpers ----
+
+template <bool kAligned, int N, typename T>
+__device__ __forceinline__ Vector<T, N> load(const T* row, int column, int dim) {
+  Loading<T, N, kAligned> loading;
+  loading.start(row, column, dim);
+  return loading.finish(row, column, dim);
+}
+
+// Writes `values` where `inside`. All lanes of the warp call together unless kAligned.
+template <bool kAligned, typename T, int N>
+__device__ __forceinline__ void store(const float (&values)[N], T* row, int column, int dim,
+                                      bool inside) {
+  const Vector<T, N> vector = Vector<T, N>::from_floats(values);
+  if constexpr (kAligned) {
+    if (inside) vector.store(row + column);
+  } else {
+    vector.store_unaligned(row, column, dim, inside,
+                           blockDim.x < kWarpSize ? blockDim.x : kWarpSize);
+  }
+}
+
+// Element `i` of values that are T or float32.
+template <typename T>
+__device__ __forceinline__ float element(const void* values, DType dtype, int64_t i) {
+  return dtype == DType::float32 ? static_cast<const float*>(values)[i]
+                                 : to_float(static_cast<const T*>(values)[i]);
+}
+
+// The weights and the bias of one expert.
+struct Factors {
+  float weight[3], bias;
+};
+
+template <typename T, typename Params>
+__device__ __forceinline__ Factors load_factors(const Params& p, int64_t expert) {
+  Factors factors;
+#pragma unroll
+  for (int k = 0; k < 3; ++k)
+    factors.weight[k] = element<T>(p.weight, p.weight_dtype, 3 * expert + k);
+  factors.bias = element<T>(p.bias, p.bias_dtype, expert);
+  return factors;
+}
+
+// The expert whose rows `row` is among: the first with a later end. p.experts for a row of padding.
+template <typename Params>
+__device__ __forceinline__ int expert_of(const Params& p, int64_t row) {
+  int begin = 0, end = static_cast<int>(p.experts);
+  while (begin < end) {
+    const int middle = (begin + end) / 2;
+    if (p.offs[middle] > row) {
+      end = middle;
+    } else {
+      begin = middle + 1;
+    }
+  }
+  return begin;
+}
+
+// The factors of rows: of each of them with experts, of all of them otherwise.
+template <typename T, Form kForm, int kRows>
+struct RowFactors {
+  static constexpr int kCount = kForm == Form::grouped ? kRows : 1;
+  Factors factors[kCount];
+  bool padding[kCount];
+
+  // Called before the rows are loaded: these loads would wait behind them.
+  template <typename Params>
+  __device__ __forceinline__ void load_common(const Params& p) {
+    if constexpr (kForm != Form::grouped) {
+      factors[0] = load_factors<T>(p, 0);
+      padding[0] = false;
+    }
+  }
+  // Called after: this takes long, and the rows are on their way meanwhile.
+  template <typename Params>
+  __device__ __forceinline__ void load_of_rows(const Params& p, int64_t first_row) {
+    if constexpr (kForm == Form::grouped) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int expert = expert_of(p, first_row + i);
+        padding[i] = expert >= p.experts;
+        factors[i] = padding[i] ? Factors{} : load_factors<T>(p, expert);
+      }
+    }
+  }
+  __device__ __forceinline__ const Factors& operator[](int row) const {
+    return factors[kForm == Form::grouped ? row : 0];
+  }
+  __device__ __forceinline__ bool is_padding(int row) const {
+    return kForm == Form::grouped && padding[kForm == Form::grouped ? row : 0];
+  }
+};
+
+// Cuts values to [-limit, limit]; a NaN stays one.
+template <int N>
+__device__ __forceinline__ void clamp_all(float (&values)[N], float limit) {
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    values[k] = values[k] > limit ? limit : values[k];
+    values[k] = values[k] < -limit ? -limit : values[k];
+  }
+}
+
+// A gradient is zero where the value it belongs to was cut.
+template <int N>
+__device__ __forceinline__ void zero_clamped(float (&grads)[N], const float (&values)[N],
+                                             float limit) {
+#pragma unroll
+  for (int k = 0; k < N; ++k) grads[k] = fabsf(values[k]) <= limit ? grads[k] : 0.0f;
+}
+
+template <Form kForm, typename Params>
+__device__ __forceinline__ bool clamps(const Params& p) {
+  return kForm == Form::grouped && p.hidden_clamp < __int_as_float(0x7f800000);
+}
+
+// NOTE: the arithmetic below is spelled out in fused multiply-adds, so that no two kernels round differently.
+
+// Adds up x^6, x^4 and x^2: those of a vector by themselves, which keeps the sum accurate.
+template <int N>
+__device__ __forceinline__ void add_moments(const float (&x)[N], float (&sums)[3]) {
+  float part[3] = {};
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    const float square = x[k] * x[k], cube = square * x[k];
+    part[0] = fmaf(cube, cube, part[0]);
+    part[1] = fmaf(square, square, part[1]);
+    part[2] = fmaf(x[k], x[k], part[2]);
+  }
+#pragma unroll
+  for (int k = 0; k < 3; ++k) sums[k] += part[k];
+}
+
+// Adds up g x^3, g x^2, g x and g, where g = grad * mul.
+template <int N>
+__device__ __forceinline__ void add_products(const float (&grad)[N], const float (&x)[N],
+                                             float* sums) {
+  float part[4] = {};
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    const float linear = grad[k] * x[k], square = linear * x[k];
+    part[0] = fmaf(square, x[k], part[0]);
+    part[1] = fmaf(linear, x[k], part[1]);
+    part[2] = fmaf(grad[k], x[k], part[2]);
+    part[3] += grad[k];
+  }
+#pragma unroll
+  for (int k = 0; k < 4; ++k) sums[k] += part[k];
+}
+
+// y of a row is a polynomial of x.
+struct Polynomial {
+  float of_cube, of_square, of_line, bias;
+
+  __device__ __forceinline__ Polynomial(const Factors& factors, const float (&rstd)[3])
+      : of_cube(factors.weight[0] * rstd[0]),
+        of_square(factors.weight[1] * rstd[1]),
+        of_line(factors.weight[2] * rstd[2]),
+        bias(factors.bias) {}
+  __device__ __forceinline__ float operator()(float x) const {
+    return fmaf(fmaf(fmaf(of_cube, x, of_square), x, of_line), x, bias);
+  }
+};
+
+// The derivative of y, which is a polynomial of x, and of what goes through the means of its row.
+struct Derivative {
+  float direct[3], through_means[3];
+
+  __device__ __forceinline__ Derivative(const Polynomial& y, const float (&rstd)[3],
+                                        const float* sums, float dim) {
+    direct[0] = 3.0f * y.of_cube;
+    direct[1] = 2.0f * y.of_square;
+    direct[2] = y.of_line;
+    // In this order no product leaves the range of float32 before x^6 does.
+#pragma unroll
+    for (int k = 0; k < 3; ++k) through_means[k] = direct[k] * (sums[k] * rstd[k] / dim * rstd[k]);
+  }
+  __device__ __forceinline__ float grad_x(float g, float x) const {
+    const float square = x * x;
+    const float slope = fmaf(fmaf(direct[0], x, direct[1]), x, direct[2]);
+    const float means =
+        fmaf(fmaf(through_means[0], square, through_means[1]), square, through_means[2]);
+    return fmaf(g, slope, -(x * means));
+  }
+};
+
+__device__ __forceinline__ void rstd_of(const float (&sums)[3], float dim, float eps,
+                                        float (&rstd)[3]) {
+#pragma unroll
+  for (int k = 0; k < 3; ++k) rstd[k] = reciprocal_sqrt(sums[k] / dim + eps);
+}
+
+// x, and mul if there is one, as the formula takes them.
+template <Form kForm, typename T, int N>
+__device__ __forceinline__ void cut_floats(const Vector<T, N>& vector, bool clamps, float limit,
+                                           float (&values)[N]) {
+  vector.to_floats(values);
+  if constexpr (kForm == Form::grouped) {
+    if (clamps) clamp_all(values, limit);
+  }
+}
+
+// ---- forward ----
+
+// out = y [* mul]
+template <Form kForm, typename T, int N>
+__device__ __forceinline__ void results(const Vector<T, N>& x, const Vector<T, N>& mul,
+                                        const Polynomial& y, bool padding, bool clamps, float limit,
+                                        float (&out)[N]) {
+  cut_floats<kForm>(x, clamps, limit, out);
+#pragma unroll
+  for (int k = 0; k < N; ++k) out[k] = y(out[k]);
+  if constexpr (has_mul(kForm)) {
+    float mul_values[N];
+    cut_floats<kForm>(mul, clamps, limit, mul_values);
+#pragma unroll
+    for (int k = 0; k < N; ++k) out[k] *= mul_values[k];
+  }
+  if constexpr (kForm == Form::grouped) {
+    if (clamps) clamp_all(out, limit);
+#pragma unroll
+    for (int k = 0; k < N; ++k) out[k] = padding ? 0.0f : out[k];
+  }
+}
+
+__device__ __forceinline__ void save_rstd(float* saved, int64_t row, const float (&rstd)[3]) {
+#pragma unroll
+  for (int k = 0; k < 3; ++k) saved[3 * row + k] = rstd[k];
+}
+
+// Grid: x over blocks of rows_per_block * kRows rows (times the cluster). Block: (threads_per_row,
+// rows_per_block). `blocks_in_cluster` counts with kLong alone.
+//
+// The launch bounds leave the plain aligned kernel 56 registers, as those of rms_norm's.
+template <typename T, int kVectors, int kRows, Form kForm, bool kAligned, bool kLong>
+__global__ void __launch_bounds__(kAligned&& kForm == Form::plain ? 576 : kPolyNormLongThreads,
+                                  kAligned&& kForm == Form::plain ? 2 : 1)
+    poly_norm_forward_kernel(const PolyNormForward p, const int blocks_in_cluster) {
+  constexpr int N = 16 / sizeof(T);
+  constexpr bool kMul = has_mul(kForm);
+  const int cluster = kLong ? blocks_in_cluster : 1;
+  __shared__ RowSumScratch<3 * kRows> scratch[1];
+  const int dim = static_cast<int>(p.dim);
+  const int step = blockDim.x * N;  // between a thread's vectors
+  const int block_in_row = cluster > 1 ? cluster_rank() : 0;
+  const int row_block = cluster > 1 ? blockIdx.x / cluster : blockIdx.x;
+  const int first_column = block_in_row * kVectors * step + threadIdx.x * N;
+  const int64_t first_row = (int64_t{row_block} * blockDim.y + threadIdx.y) * kRows;
+  const T* x = static_cast<const T*>(p.x) + first_row * p.x_stride;
+  const T* mul = static_cast<const T*>(p.mul) + first_row * p.mul_stride;
+  const bool cuts = clamps<kForm>(p);
+  // Rows behind the last are empty.
+  const auto dim_of = [&](int i) { return first_row + i < p.rows ? dim : 0; };
+
+  row_sum_start(cluster, scratch);
+
+  // Start to load everything this thread works on.
+  RowFactors<T, kForm, kRows> factors;
+  factors.load_common(p);
+  Loading<T, N, kAligned> x_loading[kRows][kVectors];
+  Loading<T, N, kAligned> mul_loading[kMul ? kRows : 1][kVectors];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int column = first_column + j * step;
+      x_loading[i][j].start(x + i * p.x_stride, column, dim_of(i));
+      if constexpr (kMul) mul_loading[i][j].start(mul + i * p.mul_stride, column, dim_of(i));
+    }
+  }
+  factors.load_of_rows(p, first_row);
+
+  // Row statistics.
+  Vector<T, N> x_packed[kRows][kVectors];
+  float sums[3 * kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    float row_sums[3] = {};
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      x_packed[i][j] =
+          x_loading[i][j].finish(x + i * p.x_stride, first_column + j * step, dim_of(i));
+      float values[N];
+      cut_floats<kForm>(x_packed[i][j], cuts, p.hidden_clamp, values);
+      add_moments(values, row_sums);
+    }
+#pragma unroll
+    for (int k = 0; k < 3; ++k) sums[3 * i + k] = row_sums[k];
+  }
+  row_sum_end(cluster);
+  row_sum<false>(sums, cluster, scratch, 0);
+
+  // Write the results.
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int64_t row = first_row + i;
+    const float row_sums[3] = {sums[3 * i], sums[3 * i + 1], sums[3 * i + 2]};
+    float rstd[3];
+    rstd_of(row_sums, static_cast<float>(dim), p.eps, rstd);
+    if (p.rstd != nullptr && first_column == 0 && row < p.rows) save_rstd(p.rstd, row, rstd);
+    const Polynomial y(factors[i], rstd);
+    T* out = static_cast<T*>(p.out) + row * p.dim;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int column = first_column + j * step;
+      Vector<T, N> mul_packed{};
+      if constexpr (kMul)
+        mul_packed = mul_loading[i][j].finish(mul + i * p.mul_stride, column, dim_of(i));
+      float values[N];
+      results<kForm>(x_packed[i][j], mul_packed, y, factors.is_padding(i), cuts, p.hidden_clamp,
+                     values);
+      store<kAligned>(values, out, column, dim, column < dim_of(i));
+    }
+  }
+}
+
+// Rows of any length, one a block, read twice: the second time mostly from L2.
+template <typename T, Form kForm, bool kAligned>
+__global__ void __launch_bounds__(kPolyNormLongThreads)
+    poly_norm_forward_streamed_kernel(const PolyNormForward p) {
+  constexpr int N = 16 / sizeof(T);
+  __shared__ RowSumScratch<3> scratch[1];
+  const int64_t row = blockIdx.x;
+  const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+  const T* mul = static_cast<const T*>(p.mul) + row * p.mul_stride;
+  T* out = static_cast<T*>(p.out) + row * p.dim;
+  const int dim = static_cast<int>(p.dim);
+  const int step = blockDim.x * N;
+  const bool cuts = clamps<kForm>(p);
+  RowFactors<T, kForm, 1> factors;
+  factors.load_common(p);
+  factors.load_of_rows(p, row);
+
+  float sums[3] = {};
+#pragma unroll 4
+  for (int column = threadIdx.x * N; column < dim; column += step) {
+    float values[N];
+    cut_floats<kForm>(load<kAligned, N>(x, column, dim), cuts, p.hidden_clamp, values);
+    add_moments(values, sums);
+  }
+  row_sum<false>(sums, 1, scratch, 0);
+  float rstd[3];
+  rstd_of(sums, static_cast<float>(dim), p.eps, rstd);
+  if (p.rstd != nullptr && threadIdx.x == 0) save_rstd(p.rstd, row, rstd);
+  const Polynomial y(factors[0], rstd);
+
+#pragma unroll 4
+  for (int start = 0; start < dim; start += step) {
+    const int column = start + threadIdx.x * N;
+    const Vector<T, N> x_packed = load<kAligned, N>(x, column, dim);
+    Vector<T, N> mul_packed{};
+    if constexpr (has_mul(kForm)) mul_packed = load<kAligned, N>(mul, column, dim);
+    float values[N];
+    results<kForm>(x_packed, mul_packed, y, factors.is_padding(0), cuts, p.hidden_clamp, values);
+    store<kAligned>(values, out, column, dim, column < dim);
+  }
+}
+
+// ---- backward ----
+
+// One vector of each input, as floats: the gradient of the product y * mul, x, and mul.
+template <Form kForm, int N>
+struct Inputs {
+  float grad[N], x[N], mul[N];
+
+  template <typename T>
+  __device__ __forceinline__ Inputs(const Vector<T, N>& grad_out, const Vector<T, N>& x_packed,
+                                    const Vector<T, N>& mul_packed, const Polynomial& y,
+                                    bool clamps, float limit) {
+    grad_out.to_floats(grad);
+    cut_floats<kForm>(x_packed, clamps, limit, x);
+    if constexpr (has_mul(kForm)) cut_floats<kForm>(mul_packed, clamps, limit, mul);
+    if constexpr (kForm == Form::grouped) {
+      if (!clamps) return;
+      float product[N];
+#pragma unroll
+      for (int k = 0; k < N; ++k) product[k] = y(x[k]) * mul[k];
+      zero_clamped(grad, product, limit);
+    }
+  }
+  // The gradient of y.
+  __device__ __forceinline__ void multiply_grad() {
+    if constexpr (has_mul(kForm)) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) grad[k] *= mul[k];
+    }
+  }
+};
+
+// The gradients of one vector, written where `inside`.
+template <Form kForm, bool kAligned, typename T, int N>
+__device__ __forceinline__ void write_gradients(const Vector<T, N>& grad_out,
+                                                const Vector<T, N>& x_packed,
+                                                const Vector<T, N>& mul_packed, const Polynomial& y,
+                                                const Derivative& derivative, bool padding,
+                                                bool clamps, float limit, T* grad_x, T* grad_mul,
+                                                int column, int dim, bool inside) {
+  Inputs<kForm, N> in(grad_out, x_packed, mul_packed, y, clamps, limit);
+  if constexpr (has_mul(kForm)) {
+    if (grad_mul != nullptr) {
+      float values[N];
+#pragma unroll
+      for (int k = 0; k < N; ++k) values[k] = in.grad[k] * y(in.x[k]);
+      if constexpr (kForm == Form::grouped) {
+        float uncut[N];
+        mul_packed.to_floats(uncut);
+        if (clamps) zero_clamped(values, uncut, limit);
+#pragma unroll
+        for (int k = 0; k < N; ++k) values[k] = padding ? 0.0f : values[k];
+      }
+      store<kAligned>(values, grad_mul, column, dim, inside);
+    }
+  }
+  if (grad_x == nullptr) return;
+  in.multiply_grad();
+  float values[N];
+#pragma unroll
+  for (int k = 0; k < N; ++k) values[k] = derivative.grad_x(in.grad[k], in.x[k]);
+  if constexpr (kForm == Form::grouped) {
+    float uncut[N];
+    x_packed.to_floats(uncut);
+    if (clamps) zero_clamped(values, uncut, limit);
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] = padding ? 0.0f : values[k];
+  }
+  store<kAligned>(values, grad_x, column, dim, inside);
+}
+
+__device__ __forceinline__ void load_rstd(const float* saved, int64_t row, float (&rstd)[3]) {
+#pragma unroll
+  for (int k = 0; k < 3; ++k) rstd[k] = saved[3 * row + k];
+}
+
+// The part of a row in the gradients of weight and bias.
+__device__ __forceinline__ float4 weight_part(const float (&rstd)[3], const float* sums) {
+  return make_float4(sums[0] * rstd[0], sums[1] * rstd[1], sums[2] * rstd[2], sums[3]);
+}
+
+__device__ __forceinline__ void add(float4& total, const float4& part) {
+  total.x += part.x;
+  total.y += part.y;
+  total.z += part.z;
+  total.w += part.w;
+}
+
+// Leaves the sum of what the first threads of the block's rows have, in order, as the block's partial sum.
+__device__ __forceinline__ void leave_partial(const float4& total, float* partials, int index,
+                                              bool first_of_row) {
+  __shared__ float4 rows[kPolyNormShortThreads];
+  if (first_of_row) rows[threadIdx.y] = total;
+  __syncthreads();
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  if (thread >= kWarpSize) return;
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (int row = thread; row < static_cast<int>(blockDim.y); row += kWarpSize) add(sum, rows[row]);
+  sum = make_float4(warp_sum(sum.x, kWarpSize), warp_sum(sum.y, kWarpSize),
+                    warp_sum(sum.z, kWarpSize), warp_sum(sum.w, kWarpSize));
+  if (thread == 0) reinterpret_cast<float4*>(partials)[index] = sum;
+}
+
+// Grid: x over groups of blocks (a cluster, or one), which go round until there are no rows left. Block:
+// (threads_per_row, rows_per_block). `blocks_in_cluster` counts with kLong alone.
+//
+// A thread has kVectors vectors of each of kRows rows, together its slots. Unaligned, the blocks that the
+// vectors are put together from are too many for the registers: they are loaded in two batches, and once
+// more, from the nearest cache, for the second pass.
+template <typename T, int kVectors, int kRows, Form kForm, bool kAligned, bool kLong>
+__global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
+                                  : kLong   ? kPolyNormLongThreads
+                                            : poly_norm_backward_threads(has_mul(kForm)),
+                                  kRows > 1 ? (kAligned ? 4 : 3)
+                                  : kLong   ? 1
+                                            : 2)
+    poly_norm_backward_kernel(const PolyNormBackward p, const int blocks_in_cluster) {
+  constexpr int N = 16 / sizeof(T);
+  constexpr bool kMul = has_mul(kForm);
+  constexpr int kSlots = kRows * kVectors;
+  constexpr bool kKept = kAligned;  // in registers, from the first pass to the second
+  constexpr int kBatch = kKept ? kSlots : kSlots / 2;
+  constexpr int kUnroll = kKept || kRows > 1 ? kSlots : 1;  // sums must not be indexed at run time
+  const int cluster = kLong ? blocks_in_cluster : 1;
+  __shared__ RowSumScratch<4 * kRows> scratch[2];
+  const int dim = static_cast<int>(p.dim);
+  const int step = blockDim.x * N;  // between a thread's vectors
+  const int block_in_row = cluster > 1 ? cluster_rank() : 0;
+  const int group = cluster > 1 ? blockIdx.x / cluster : blockIdx.x;
+  const int first_column = block_in_row * kVectors * step + threadIdx.x * N;
+  const int64_t rows_at_once = int64_t{blockDim.y} * kRows;
+  const int64_t row_step = rows_at_once * (gridDim.x / cluster);
+  const bool cuts = clamps<kForm>(p);
+  const auto row_of = [](int slot) { return kRows > 1 ? slot / kVectors : 0; };
+  const auto column_of = [&](int slot) { return first_column + slot % kVectors * step; };
+
+  row_sum_start(cluster, scratch);
+  RowFactors<T, kForm, kRows> factors;
+  factors.load_common(p);
+  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  int turn = 0;
+  for (int64_t block_row = group * rows_at_once; block_row < p.rows; block_row += row_step) {
+    const int64_t first_row = block_row + int64_t{threadIdx.y} * kRows;
+    const auto grad_out_of = [&](int slot) {
+      return static_cast<const T*>(p.grad_out) + (first_row + row_of(slot)) * p.grad_out_stride;
+    };
+    const auto x_of = [&](int slot) {
+      return static_cast<const T*>(p.x) + (first_row + row_of(slot)) * p.x_stride;
+    };
+    const auto mul_of = [&](int slot) {
+      return static_cast<const T*>(p.mul) + (first_row + row_of(slot)) * p.mul_stride;
+    };
+    // Rows behind the last are empty.
+    const auto dim_of = [&](int slot) { return first_row + row_of(slot) < p.rows ? dim : 0; };
+
+    float rstd[kRows][3];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t row = first_row + i;
+      load_rstd(p.rstd, row < p.rows ? row : p.rows - 1, rstd[i]);
+    }
+
+    // The sums of each row.
+    Vector<T, N> grad_packed[kKept ? kSlots : 1], x_packed[kKept ? kSlots : 1],
+        mul_packed[kKept && kMul ? kSlots : 1];
+    float sums[4 * kRows] = {};
+#pragma unroll kUnroll
+    for (int batch = 0; batch < kSlots; batch += kBatch) {
+      // Start to load everything of the batch.
+      Loading<T, N, kAligned> grad_out_loading[kBatch], x_loading[kBatch],
+          mul_loading[kMul ? kBatch : 1];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int s = batch + b;
+        grad_out_loading[b].start(grad_out_of(s), column_of(s), dim_of(s));
+        x_loading[b].start(x_of(s), column_of(s), dim_of(s));
+        if constexpr (kMul) mul_loading[b].start(mul_of(s), column_of(s), dim_of(s));
+      }
+      if (batch == 0) factors.load_of_rows(p, first_row);
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int s = batch + b, i = row_of(s);
+        const Vector<T, N> grad =
+            grad_out_loading[b].finish(grad_out_of(s), column_of(s), dim_of(s));
+        const Vector<T, N> x = x_loading[b].finish(x_of(s), column_of(s), dim_of(s));
+        Vector<T, N> mul{};
+        if constexpr (kMul) mul = mul_loading[b].finish(mul_of(s), column_of(s), dim_of(s));
+        if constexpr (kKept) {
+          grad_packed[s] = grad;
+          x_packed[s] = x;
+          if constexpr (kMul) mul_packed[s] = mul;
+        }
+        Inputs<kForm, N> in(grad, x, mul, Polynomial(factors[i], rstd[i]), cuts, p.hidden_clamp);
+        in.multiply_grad();
+        add_products(in.grad, in.x, &sums[4 * i]);
+      }
+    }
+    if (turn == 0) row_sum_end(cluster);
+    row_sum<false>(sums, cluster, scratch, turn);
+
+    // Write the gradients.
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t row = first_row + i;
+      const Polynomial y(factors[i], rstd[i]);
+      const Derivative derivative(y, rstd[i], &sums[4 * i], static_cast<float>(dim));
+      if (row < p.rows) {
+        const float4 part = weight_part(rstd[i], &sums[4 * i]);
+        if constexpr (kForm == Form::grouped) {
+          if (p.partials != nullptr && first_column == 0 && !factors.is_padding(i))
+            reinterpret_cast<float4*>(p.partials)[row] = part;
+        } else {
+          add(total, part);
+        }
+      }
+      T* grad_x = static_cast<T*>(p.grad_x);
+      T* grad_mul = static_cast<T*>(p.grad_mul);
+      if (grad_x != nullptr) grad_x += row * p.grad_x_stride;
+      if (grad_mul != nullptr) grad_mul += row * p.grad_mul_stride;
+#pragma unroll kUnroll
+      for (int j = 0; j < kVectors; ++j) {
+        const int s = i * kVectors + j;
+        const int column = column_of(s);
+        const auto write = [&](const Vector<T, N>& grad, const Vector<T, N>& x,
+                               const Vector<T, N>& mul) {
+          write_gradients<kForm, kAligned>(grad, x, mul, y, derivative, factors.is_padding(i), cuts,
+                                           p.hidden_clamp, grad_x, grad_mul, column, dim,
+                                           column < dim_of(s));
+        };
+        if constexpr (kKept) {
+          write(grad_packed[s], x_packed[s], mul_packed[kMul ? s : 0]);
+        } else {
+          write(load<kAligned, N>(grad_out_of(s), column, dim_of(s)),
+                load<kAligned, N>(x_of(s), column, dim_of(s)),
+                load<kAligned, N>(mul_of(s), column, dim_of(s)));
+        }
+      }
+    }
+    ++turn;
+  }
+  let_kernel_after_start();
+  if constexpr (kForm != Form::grouped) {
+    if (p.partials != nullptr && block_in_row == 0)
+      leave_partial(total, p.partials, group, threadIdx.x == 0);
+  }
+}
+
+// Rows of any length, one a block at a time, read twice.
+template <typename T, Form kForm, bool kAligned>
+__global__ void __launch_bounds__(kPolyNormLongThreads)
+    poly_norm_backward_streamed_kernel(const PolyNormBackward p) {
+  constexpr int N = 16 / sizeof(T);
+  __shared__ RowSumScratch<4> scratch[2];
+  const int dim = static_cast<int>(p.dim);
+  const int step = blockDim.x * N;
+  const bool cuts = clamps<kForm>(p);
+  RowFactors<T, kForm, 1> factors;
+  factors.load_common(p);
+  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  int turn = 0;
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    const T* grad_out = static_cast<const T*>(p.grad_out) + row * p.grad_out_stride;
+    const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+    const T* mul = static_cast<const T*>(p.mul) + row * p.mul_stride;
+    T* grad_x = static_cast<T*>(p.grad_x);
+    T* grad_mul = static_cast<T*>(p.grad_mul);
+    if (grad_x != nullptr) grad_x += row * p.grad_x_stride;
+    if (grad_mul != nullptr) grad_mul += row * p.grad_mul_stride;
+    factors.load_of_rows(p, row);
+    float rstd[3];
+    load_rstd(p.rstd, row, rstd);
+    const Polynomial y(factors[0], rstd);
+
+    float sums[4] = {};
+#pragma unroll 2
+    for (int column = threadIdx.x * N; column < dim; column += step) {
+      Vector<T, N> mul_packed{};
+      if constexpr (has_mul(kForm)) mul_packed = load<kAligned, N>(mul, column, dim);
+      Inputs<kForm, N> in(load<kAligned, N>(grad_out, column, dim),
+                          load<kAligned, N>(x, column, dim), mul_packed, y, cuts, p.hidden_clamp);
+      in.multiply_grad();
+      add_products(in.grad, in.x, sums);
+    }
+    row_sum<false>(sums, 1, scratch, turn);
+    const Derivative derivative(y, rstd, sums, static_cast<float>(dim));
+    const float4 part = weight_part(rstd, sums);
+    if constexpr (kForm == Form::grouped) {
+      if (p.partials != nullptr && threadIdx.x == 0 && !factors.is_padding(0))
+        reinterpret_cast<float4*>(p.partials)[row] = part;
+    } else {
+      add(total, part);
+    }
+
+#pragma unroll 2
+    for (int start = 0; start < dim; start += step) {
+      const int column = start + threadIdx.x * N;
+      Vector<T, N> mul_packed{};
+      if constexpr (has_mul(kForm)) mul_packed = load<kAligned, N>(mul, column, dim);
+      write_gradients<kForm, kAligned>(load<kAligned, N>(grad_out, column, dim),
+                                       load<kAligned, N>(x, column, dim), mul_packed, y, derivative,
+                                       factors.is_padding(0), cuts, p.hidden_clamp, grad_x,
+                                       grad_mul, column, dim, column < dim);
+    }
+    ++turn;
+  }
+  let_kernel_after_start();
+  if constexpr (kForm != Form::grouped) {
+    if (p.partials != nullptr) leave_partial(total, p.partials, blockIdx.x, threadIdx.x == 0);
+  }
+}
+
+__device__ __forceinline__ void set_element(void* values, DType dtype, int64_t i, float value) {
+  switch (dtype) {
+    case DType::float16: static_cast<float16*>(values)[i] = from_float<float16>(value); break;
+    case DType::bfloat16: static_cast<bfloat16*>(values)[i] = from_float<bfloat16>(value); break;
+    case DType::float32: static_cast<float*>(values)[i] = value;
+  }
+}
+
+// The gradients of weight and bias: sums of the partial sums, in an order that depends on their number alone.
+// Grid: one block an expert.
+__global__ void __launch_bounds__(1024) poly_norm_backward_weight_kernel(const PolyNormBackward p) {
+  __shared__ RowSumScratch<4> scratch[1];
+  const int64_t expert = blockIdx.x;
+  int64_t begin = 0, end = p.partial_count;
+  if (p.offs != nullptr) {
+    if (expert > 0) begin = max(p.offs[expert - 1], 0);
+    end = min(static_cast<int64_t>(p.offs[expert]), end);
+  }
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  wait_for_kernel_before();
+#pragma unroll 4
+  for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x)
+    add(sum, reinterpret_cast<const float4*>(p.partials)[i]);
+  float sums[4] = {sum.x, sum.y, sum.z, sum.w};
+  row_sum<false>(sums, 1, scratch, 0);
+  if (threadIdx.x != 0) return;
+  if (p.grad_weight != nullptr) {
+#pragma unroll
+    for (int k = 0; k < 3; ++k) set_element(p.grad_weight, p.weight_dtype, 3 * expert + k, sums[k]);
+  }
+  if (p.grad_bias != nullptr) set_element(p.grad_bias, p.bias_dtype, expert, sums[3]);
+}
+
+// ---- launchers ----
+
+const char* message_of(gpuError error) {
+  return error == gpuSuccess ? nullptr : gpuGetErrorString(error);
+}
+
+bool aligned_rows(const void* pointer, int64_t stride, DType dtype) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride * dtype_size(dtype) % 16 == 0;
+}
+
+// Whether every row of every tensor starts and ends on a 16-byte boundary.
+bool is_aligned(const PolyNormForward& p) {
+  return aligned_rows(p.out, p.dim, p.dtype) && aligned_rows(p.x, p.x_stride, p.dtype) &&
+         aligned_rows(p.mul, p.mul_stride, p.dtype);
+}
+
+bool is_aligned(const PolyNormBackward& p) {
+  return p.dim * dtype_size(p.dtype) % 16 == 0 &&
+         aligned_rows(p.grad_out, p.grad_out_stride, p.dtype) &&
+         aligned_rows(p.x, p.x_stride, p.dtype) && aligned_rows(p.mul, p.mul_stride, p.dtype) &&
+         aligned_rows(p.grad_x, p.grad_x_stride, p.dtype) &&
+         aligned_rows(p.grad_mul, p.grad_mul_stride, p.dtype);
+}
+
+template <Form kForm>
+using FormTag = std::integral_constant<Form, kForm>;
+
+// f(type of the elements, form, aligned) for what is in the params.
+template <typename Params, typename F>
+gpuError dispatch(const Params& p, F&& f) {
+  gpuError error = gpuSuccess;
+  const auto with_form = [&](auto tag, auto aligned) {
+    using T = typename decltype(tag)::type;
+    if (p.mul == nullptr) return f(TypeTag<T>{}, FormTag<Form::plain>{}, aligned);
+    if (p.offs == nullptr) return f(TypeTag<T>{}, FormTag<Form::mul>{}, aligned);
+    return f(TypeTag<T>{}, FormTag<Form::grouped>{}, aligned);
+  };
+  dispatch_activation_output(p.dtype, p.dtype, [&](auto tag, auto) {
+    error = is_aligned(p) ? with_form(tag, std::true_type{}) : with_form(tag, std::false_type{});
+  });
+  return error;
+}
+
+// launch(vectors, rows, long) with the template arguments of a kernel for this policy. Unaligned rows always
+// have the kernel for long rows, whose registers they need.
+template <Form kForm, bool kAligned, typename F>
+gpuError with_row_kernel(const RowPolicy& policy, bool is_long, F&& launch) {
+  const auto with_long = [&](auto vectors, auto rows) {
+    constexpr bool kMayBeShort = kAligned;
+    constexpr bool kMayBeLong = !kAligned || vectors == kPolyNormVectors;
+    if constexpr (kMayBeShort) {
+      if (!is_long) return launch(vectors, rows, std::false_type{});
+    }
+    if constexpr (kMayBeLong) return launch(vectors, rows, std::true_type{});
+    return gpuSuccess;  // not reached: short rows are not long
+  };
+  using std::integral_constant;
+  if constexpr (kForm != Form::grouped) {
+    switch (policy.vectors) {
+      case 1: return with_long(integral_constant<int, 1>{}, integral_constant<int, 4>{});
+      case 2: return with_long(integral_constant<int, 2>{}, integral_constant<int, 2>{});
+    }
+  }
+  return with_long(integral_constant<int, kPolyNormVectors>{}, integral_constant<int, 1>{});
+}
+
+}  // namespace
+
+namespace gpu {
+
+const char* poly_norm_forward(const PolyNormForward& p, int device, void* raw_stream) {
+  const gpuStream stream = static_cast<gpuStream>(raw_stream);
+  const RowPolicy policy = poly_norm_forward_policy(device_info(device), p);
+  return message_of(dispatch(p, [&](auto tag, auto form, auto aligned) {
+    using T = typename decltype(tag)::type;
+    constexpr Form kForm = decltype(form)::value;
+    constexpr bool kAligned = decltype(aligned)::value;
+    const dim3 block(policy.threads_per_row, policy.rows_per_block);
+    if (policy.streamed) {
+      return gpu_launch(&poly_norm_forward_streamed_kernel<T, kForm, kAligned>, dim3(p.rows), block,
+                        0, 1, stream, p);
+    }
+    const int64_t rows_at_once = int64_t{policy.rows_per_block} * policy.rows_per_thread;
+    const dim3 grid(ceil_div(p.rows, rows_at_once) * policy.cluster);
+    return with_row_kernel<kForm, kAligned>(
+        policy, policy.cluster > 1, [&](auto vectors, auto rows, auto is_long) {
+          return gpu_launch(&poly_norm_forward_kernel<T, vectors, rows, kForm, kAligned, is_long>,
+                            grid, block, 0, policy.cluster, stream, p, policy.cluster);
+        });
+  }));
+}
+
+int64_t poly_norm_backward_partials(const PolyNormBackward& p, int device) {
+  return p.offs != nullptr ? p.rows : poly_norm_backward_policy(device_info(device), p).groups;
+}
+
+const char* poly_norm_backward(const PolyNormBackward& p, int device, void* raw_stream) {
+  const gpuStream stream = static_cast<gpuStream>(raw_stream);
+  const PolyNormBackwardPolicy policy = poly_norm_backward_policy(device_info(device), p);
+  const RowPolicy& row = policy.row;
+  const gpuError error = dispatch(p, [&](auto tag, auto form, auto aligned) {
+    using T = typename decltype(tag)::type;
+    constexpr Form kForm = decltype(form)::value;
+    constexpr bool kAligned = decltype(aligned)::value;
+    const dim3 grid(policy.groups * row.cluster);
+    const dim3 block(row.threads_per_row, row.rows_per_block);
+    if (row.streamed) {
+      return gpu_launch(&poly_norm_backward_streamed_kernel<T, kForm, kAligned>, grid, block, 0, 1,
+                        stream, p);
+    }
+    const bool is_long =
+        row.cluster > 1 || row.threads_per_row > poly_norm_backward_threads(has_mul(kForm));
+    return with_row_kernel<kForm, kAligned>(
+        row, is_long, [&](auto vectors, auto rows, auto is_long) {
+          return gpu_launch(&poly_norm_backward_kernel<T, vectors, rows, kForm, kAligned, is_long>,
+                            grid, block, 0, row.cluster, stream, p, row.cluster);
+        });
+  });
+  if (error != gpuSuccess || p.partials == nullptr || p.experts == 0) return message_of(error);
+  return message_of(gpu_launch_after(&poly_norm_backward_weight_kernel, dim3(p.experts),
+                                     dim3(poly_norm_weight_threads(p)), stream, p));
+}
+
+}  // namespace gpu
+}  // namespace fuselage

@@ -1,0 +1,89 @@
+// How poly_norm kernels are laid out on a GPU: pure functions of the device, the element types and the shape.
+#pragma once
+
+#include <algorithm>
+
+#include "common/device_info.h"
+#include "norm/poly_norm.h"
+#include "norm/rms_norm_policy.h"
+
+namespace fuselage {
+
+constexpr int kPolyNormVectors = 4;        // of a row in a thread, at most
+constexpr int kPolyNormLongThreads = 512;  // of a block, at most
+
+// Threads of a block that has a row by itself in the backward, at most. They hold all inputs in registers, and
+// two such blocks must fit on a multiprocessor, so that one loads while the other adds up.
+constexpr int poly_norm_backward_threads(bool has_mul) { return has_mul ? 256 : 384; }
+
+// Threads of a block of short rows.
+constexpr int kPolyNormShortThreads = 128;
+
+// Where rows are cut over the blocks of a cluster, each block has at most this many vectors if it can.
+constexpr int64_t kPolyNormClusterVectors = 1024;
+
+// A block holds rows of up to `block_threads` threads by itself. `several_rows`: whether a thread may have
+// several short ones.
+inline RowPolicy poly_norm_row_policy(const DeviceInfo& device, int element_size, int64_t dim,
+                                      int block_threads, bool several_rows) {
+  const int64_t count = ceil_div(dim, 16 / element_size);
+  RowPolicy policy{};
+  policy.vectors = kPolyNormVectors;
+  policy.rows_per_thread = policy.rows_per_block = policy.cluster = 1;
+  // Four 16-byte loads of each input in flight a thread, as in rms_norm's forward.
+  if (several_rows && count <= kWarpSize) {
+    policy.vectors = 1;
+    policy.rows_per_thread = 4;
+  } else if (several_rows && count <= 2 * kWarpSize) {
+    policy.vectors = 2;
+    policy.rows_per_thread = 2;
+  }
+  if (count > int64_t{block_threads} * kPolyNormVectors)
+    policy.cluster = cluster_for(device, count, kPolyNormClusterVectors);
+  const int64_t block_count = ceil_div(count, policy.cluster);
+  policy.streamed = block_count > kPolyNormLongThreads * kPolyNormVectors;
+  if (policy.streamed) {
+    policy.cluster = 1;
+    policy.threads_per_row = kPolyNormLongThreads;
+    return policy;
+  }
+  policy.threads_per_row = threads_for(block_count, policy.vectors);
+  if (policy.threads_per_row <= kWarpSize)
+    policy.rows_per_block = kPolyNormShortThreads / policy.threads_per_row;
+  return policy;
+}
+
+inline RowPolicy poly_norm_forward_policy(const DeviceInfo& device, const PolyNormForward& p) {
+  return poly_norm_row_policy(device, dtype_size(p.dtype), p.dim, kPolyNormLongThreads,
+                              p.offs == nullptr);
+}
+
+// The most partial sums of the weight gradient: a block of the second kernel reads four a thread. With more
+// blocks of rows than that, each block takes several of them.
+constexpr int64_t kPolyNormPartials = 4096;
+
+struct PolyNormBackwardPolicy {
+  RowPolicy row;
+  int64_t groups;  // blocks, or clusters of them
+};
+
+inline PolyNormBackwardPolicy poly_norm_backward_policy(const DeviceInfo& device,
+                                                        const PolyNormBackward& p) {
+  PolyNormBackwardPolicy policy{};
+  const bool grouped = p.offs != nullptr;
+  policy.row = poly_norm_row_policy(device, dtype_size(p.dtype), p.dim,
+                                    poly_norm_backward_threads(p.mul != nullptr), !grouped);
+  const int64_t rows_at_once = int64_t{policy.row.rows_per_block} * policy.row.rows_per_thread;
+  policy.groups = ceil_div(p.rows, rows_at_once);
+  // Rows of experts leave a partial sum each.
+  if (!grouped) policy.groups = ceil_div(policy.groups, ceil_div(policy.groups, kPolyNormPartials));
+  return policy;
+}
+
+// Threads of the second kernel's blocks, one an expert.
+inline int poly_norm_weight_threads(const PolyNormBackward& p) {
+  const int64_t each = ceil_div(p.partial_count, std::max<int64_t>(p.experts, 1));
+  return std::min(threads_for(each, 4), 1024);
+}
+
+}  // namespace fuselage

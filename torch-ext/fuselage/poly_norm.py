@@ -1,0 +1,257 @@
+"""PolyNorm, the activation of the Motif models: alone, times another tensor, and for experts."""
+
+from __future__ import annotations
+
+import math
+from typing import Optional
+
+import torch
+
+from ._autograd import below_autograd, needs_grad, no_double_backward
+from ._ops import add_op_namespace_prefix, ops
+
+# Overloads, looked up once: a call through the packet pays for the look-up every time.
+_poly_norm = ops.poly_norm.default
+_poly_norm_fwd = ops.poly_norm_fwd.default
+_poly_norm_bwd = ops.poly_norm_bwd.default
+_fused_mul_poly_norm = ops.fused_mul_poly_norm.default
+_fused_mul_poly_norm_fwd = ops.fused_mul_poly_norm_fwd.default
+
+
+def poly_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-6
+) -> torch.Tensor:
+    """A polynomial of normalised powers of `x`, over the last dimension.
+
+        N(u) = u / sqrt(mean(u^2, last dim) + eps)
+        out  = weight[0] * N(x^3) + weight[1] * N(x^2) + weight[2] * N(x) + bias
+
+    All arithmetic is in float32, and rounded once at the end. `x^6` overflows float32 for `x` above
+    2.6e6; the cube's term of such a row is then zero, as in PyTorch's formula in float32.
+
+    Args:
+        x: `[..., dim]`, float16, bfloat16 or float32. Rows of adjacent elements with one stride
+            between them are read in place; anything else is made contiguous first.
+        weight: `[3]`, in `x`'s dtype or float32. The first belongs to the cube.
+        bias: `[1]`, in `x`'s dtype or float32.
+        eps: Added to the means.
+
+    Returns:
+        `[..., dim]` in `x`'s dtype, contiguous. Differentiable (once) in `x`, `weight` and `bias`.
+
+    Raises:
+        RuntimeError: A wrong dtype, shape or device, naming the argument, what it must be and what
+            it is.
+
+    Source: Zhuo et al., "Polynomial Composition Activations", 2024; the Motif models.
+    """
+    if needs_grad(x, weight) or needs_grad(bias):
+        if torch.compiler.is_compiling():
+            return _poly_norm_fwd(x, weight, bias, eps)[0]
+        return _PolyNorm.apply(x, weight, bias, eps)
+    return _poly_norm(x, weight, bias, eps)
+
+
+def fused_mul_poly_norm(
+    x: torch.Tensor,
+    mul: Optional[torch.Tensor],
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    mul_first: bool = False,
+) -> torch.Tensor:
+    """`poly_norm(x, weight, bias, eps) * mul`, multiplied in float32 before the one rounding.
+
+    Args:
+        x: `[..., dim]` as in `poly_norm`. Without `mul`, `x` and `mul` packed into one tensor
+            `[..., 2 * dim]`, as one matrix multiplication gives them; its halves are read in place.
+        mul: Shape, dtype and device of `x`. None where `x` is packed.
+        weight, bias, eps: As in `poly_norm`.
+        mul_first: Of a packed `x`: `mul` is the first half, not the second.
+
+    Returns:
+        `[..., dim]` in `x`'s dtype, contiguous. Differentiable (once) in `x`, `mul`, `weight` and
+        `bias`; the gradient of a packed `x` is packed.
+
+    Raises:
+        RuntimeError: As `poly_norm`.
+
+    Source: the gated MLP of the Motif models.
+    """
+    if needs_grad(x, mul) or needs_grad(weight, bias):
+        if torch.compiler.is_compiling():
+            return _fused_mul_poly_norm_fwd(x, mul, weight, bias, eps, mul_first)[0]
+        return _FusedMulPolyNorm.apply(x, mul, weight, bias, eps, mul_first)
+    return _fused_mul_poly_norm(x, mul, weight, bias, eps, mul_first)
+
+
+# Autograd: one Function an operator for eager mode, and the same backward registered with the op
+# for torch.compile (docs/design-decisions.md has the measurements behind this).
+
+
+def _where_needed(needs: tuple[bool, ...], grads: tuple[torch.Tensor, ...]) -> tuple:
+    return tuple(grad if need else None for need, grad in zip(needs, grads))
+
+
+def _poly_norm_setup(ctx, inputs, output):
+    x, weight, bias, _ = inputs
+    _, rstd = output
+    ctx.mark_non_differentiable(rstd)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, bias, rstd)
+
+
+def _poly_norm_backward(ctx, grad_out, grad_rstd=None):
+    if grad_out is None:
+        return (None,) * 4
+    x, weight, bias, rstd = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = needs = ctx.needs_input_grad[:3]
+    grad_x, _, grad_weight, grad_bias = _poly_norm_bwd(
+        grad_out,
+        x,
+        None,
+        False,
+        False,
+        weight,
+        bias,
+        rstd,
+        needs_x,
+        False,
+        needs_weight,
+        needs_bias,
+    )
+    return (*_where_needed(needs, (grad_x, grad_weight, grad_bias)), None)
+
+
+class _PolyNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        with below_autograd():
+            out, rstd = _poly_norm_fwd(x, weight, bias, eps)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, bias, rstd)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        no_double_backward("poly_norm")
+        return _poly_norm_backward(ctx, grad_out)
+
+
+def _fused_mul_poly_norm_setup(ctx, inputs, output):
+    x, mul, weight, bias, _, ctx.mul_first = inputs
+    _, rstd = output
+    ctx.mark_non_differentiable(rstd)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, mul, weight, bias, rstd)
+
+
+def _fused_mul_poly_norm_backward(ctx, grad_out, grad_rstd=None):
+    if grad_out is None:
+        return (None,) * 6
+    x, mul, weight, bias, rstd = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:4]
+    grads = _poly_norm_bwd(grad_out, x, mul, mul is None, ctx.mul_first, weight, bias, rstd, *needs)
+    return (*_where_needed(needs, grads), None, None)
+
+
+class _FusedMulPolyNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mul, weight, bias, eps, mul_first):
+        with below_autograd():
+            out, rstd = _fused_mul_poly_norm_fwd(x, mul, weight, bias, eps, mul_first)
+        ctx.mul_first = mul_first
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, mul, weight, bias, rstd)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        no_double_backward("fused_mul_poly_norm")
+        return _fused_mul_poly_norm_backward(ctx, grad_out)
+
+
+torch.library.register_autograd(
+    add_op_namespace_prefix("poly_norm_fwd"), _poly_norm_backward, setup_context=_poly_norm_setup
+)
+torch.library.register_autograd(
+    add_op_namespace_prefix("fused_mul_poly_norm_fwd"),
+    _fused_mul_poly_norm_backward,
+    setup_context=_fused_mul_poly_norm_setup,
+)
+
+
+# Shapes and dtypes of the results, for tracing. This is also what runs when an input is on the meta
+# device.
+
+
+def _check_devices(op, x, **others):
+    for name, other in others.items():
+        if other is not None and other.device != x.device:
+            raise RuntimeError(
+                f"fuselage::{op}: `{name}` must be on the device of `x` ({x.device}), "
+                f"got {other.device}"
+            )
+
+
+def _out_like(x, packed):
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2) if packed else x.shape)
+
+
+def _rstd_like(x):
+    return x.new_empty((math.prod(x.shape[:-1]), 3), dtype=torch.float32)
+
+
+def _grads_like(x, mul, weight, bias, needs):
+    """What the backward ops return, given what is needed of (x, mul, weight, bias)."""
+    return tuple(
+        like.new_empty(like.shape) if need and like is not None else x.new_empty((0,))
+        for like, need in zip((x, mul, weight, bias), needs)
+    )
+
+
+@torch.library.register_fake(add_op_namespace_prefix("poly_norm"))
+def _(x, weight, bias, eps):
+    _check_devices("poly_norm", x, weight=weight, bias=bias)
+    return _out_like(x, False)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("poly_norm_fwd"))
+def _(x, weight, bias, eps):
+    _check_devices("poly_norm", x, weight=weight, bias=bias)
+    return _out_like(x, False), _rstd_like(x)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("fused_mul_poly_norm"))
+def _(x, mul, weight, bias, eps, mul_first):
+    _check_devices("fused_mul_poly_norm", x, mul=mul, weight=weight, bias=bias)
+    return _out_like(x, mul is None)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("fused_mul_poly_norm_fwd"))
+def _(x, mul, weight, bias, eps, mul_first):
+    _check_devices("fused_mul_poly_norm", x, mul=mul, weight=weight, bias=bias)
+    return _out_like(x, mul is None), _rstd_like(x)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("poly_norm_bwd"))
+def _(
+    grad_out,
+    x,
+    mul,
+    packed,
+    mul_first,
+    weight,
+    bias,
+    rstd,
+    needs_grad_x,
+    needs_grad_mul,
+    needs_grad_weight,
+    needs_grad_bias,
+):
+    _check_devices(
+        "poly_norm_bwd", x, grad_out=grad_out, mul=mul, weight=weight, bias=bias, rstd=rstd
+    )
+    needs = (needs_grad_x, needs_grad_mul, needs_grad_weight, needs_grad_bias)
+    return _grads_like(x, mul, weight, bias, needs)
