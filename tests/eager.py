@@ -53,3 +53,23 @@ def fused_mul_poly_norm(
     x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6
 ) -> Tensor:
     return poly_norm(x, weight, bias, eps, mul=mul)
+
+
+def grouped_poly_norm(
+    x: Tensor,
+    mul: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    offs: Tensor,
+    eps: float = 1e-6,
+    *,
+    hidden_clamp: float | None = None,
+) -> Tensor:
+    limit = float("inf") if hidden_clamp is None else hidden_clamp
+    out, begin = torch.zeros_like(x), 0
+    for expert, end in enumerate(offs.tolist()):
+        h, m = (t[begin:end].float().clamp(-limit, limit) for t in (x, mul))
+        y = poly_norm(h, weight[expert], bias[expert], eps, mul=m)
+        out[begin:end] = y.clamp(-limit, limit).to(x.dtype)
+        begin = end
+    return out

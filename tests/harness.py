@@ -167,7 +167,8 @@ class Operator:
         return {name: o for name, o in options.items() if name not in self.roundings}
 
     def differentiable(self, inputs: dict) -> tuple[str, ...]:
-        return tuple(name for name, t in inputs.items() if isinstance(t, Tensor))
+        tensors = {name: t for name, t in inputs.items() if isinstance(t, Tensor)}
+        return tuple(name for name, t in tensors.items() if t.is_floating_point())
 
     def _named(self, results) -> dict[str, Tensor]:
         results = results if isinstance(results, tuple) else (results,)

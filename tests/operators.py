@@ -152,6 +152,36 @@ def _poly_norm_samples(kernel, device):
         ):
             arguments = (grad_out, x, other, packed, False, weight, bias, rstd, *needs)
             yield ops.poly_norm_bwd.default, arguments
+        yield from _grouped_poly_norm_samples(ops, x, mul, weight, bias, rstd)
+
+
+def _grouped_poly_norm_samples(ops, x, mul, weight, bias, rstd):
+    offs = torch.tensor([1, 1, 2], dtype=torch.int32, device=x.device)
+    weight, bias = weight.expand(3, 3).contiguous(), bias.expand(3, 1).contiguous()
+    for requires_grad in (False, True):
+        for second, mul_first, limit in ((mul, False, 1.0), (None, True, None)):
+            first, second, *factors = (
+                None if t is None else t.detach().clone().requires_grad_(requires_grad)
+                for t in (x, second, weight, bias)
+            )
+            arguments = (first, second, *factors, offs, 1e-6, mul_first, limit)
+            if not requires_grad:
+                yield ops.grouped_poly_norm.default, arguments
+            yield ops.grouped_poly_norm_fwd.default, arguments
+    inputs = (x, x, mul, False, weight, bias, offs, rstd, 1.0)
+    for needs in ((True, True, True, True), (False, True, False, True)):
+        yield ops.grouped_poly_norm_bwd.default, (*inputs, *needs)
+
+
+def grouped_poly_norm_inputs(
+    shape, dtype, device, *, offs=(2, 2, 5), weight="same", bias="same", **_
+):
+    """As those of fused_mul_poly_norm, with `offs` and a weight and a bias for each expert."""
+    inputs = fused_mul_poly_norm_inputs(shape, dtype, device, weight=weight, bias=bias)
+    experts = len(offs)
+    for name, width, mean in (("weight", 3, 1.0), ("bias", 1, 0.0)):
+        inputs[name] = normal((experts, width), inputs[name].dtype, device, mean=mean)
+    return inputs | {"offs": torch.tensor(offs, dtype=torch.int32, device=device)}
 
 
 POLY_NORM = Operator(
@@ -185,6 +215,24 @@ FUSED_MUL_POLY_NORM = Operator(
     gradient_terms=reference.poly_norm_gradient_terms,
     saved=("x", "mul", "weight", "bias", "rstd"),
     statistics=3,
+)
+
+# Not among OPERATORS: a row's place decides its expert, so the shared tests do not fit it.
+GROUPED_POLY_NORM = Operator(
+    name="grouped_poly_norm",
+    make_inputs=grouped_poly_norm_inputs,
+    reference=reference.grouped_poly_norm,
+    eager=eager.grouped_poly_norm,
+    row_inputs=("x", "mul"),
+    vector_inputs=("weight", "bias"),
+    outputs=("out",),
+    styles={
+        "torch": Style(),
+        "clamp": Style(options={"hidden_clamp": 1.5}),
+        "float32_factors": Style(inputs={"weight": torch.float32, "bias": torch.float32}),
+    },
+    output_terms=reference.grouped_poly_norm_output_terms,
+    gradient_terms=reference.grouped_poly_norm_gradient_terms,
 )
 
 OPERATORS = (RMS_NORM, FUSED_ADD_RMS_NORM, POLY_NORM, FUSED_MUL_POLY_NORM)

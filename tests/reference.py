@@ -171,3 +171,58 @@ def grouped_poly_norm(
         out = out.clamp(-hidden_clamp, hidden_clamp)
     padded = torch.zeros(len(rows), x.shape[-1], dtype=out.dtype, device=out.device)
     return padded.index_put((inside.nonzero()[:, 0],), out)
+
+
+def _of_experts(offs: Tensor, rows: int):
+    """(expert, its rows) of all that have some."""
+    ends = offs.long().clamp(max=rows).tolist()
+    for expert, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        if begin < end:
+            yield expert, slice(begin, end)
+
+
+def _clamped(hidden_clamp: float | None, *tensors: Tensor):
+    limit = float("inf") if hidden_clamp is None else hidden_clamp
+    return tuple(t.clamp(-limit, limit) for t in tensors)
+
+
+def grouped_poly_norm_output_terms(
+    x: Tensor,
+    mul: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    offs: Tensor,
+    eps: float = 1e-6,
+    *,
+    hidden_clamp: float | None = None,
+) -> Tensor:
+    terms = torch.zeros_like(x)
+    x, mul = _clamped(hidden_clamp, x, mul)
+    for e, rows in _of_experts(offs, len(x)):
+        terms[rows] = poly_norm_output_terms(x[rows], weight[e], bias[e], eps, mul=mul[rows])
+    return terms
+
+
+def grouped_poly_norm_gradient_terms(
+    x: Tensor,
+    mul: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    offs: Tensor,
+    eps: float = 1e-6,
+    *,
+    hidden_clamp: float | None = None,
+    grad_out: Tensor,
+) -> dict[str, Tensor]:
+    inputs = {"x": x, "mul": mul, "weight": weight, "bias": bias}
+    terms = {name: torch.zeros_like(t) for name, t in inputs.items()}
+    x, mul = _clamped(hidden_clamp, x, mul)
+    for e, rows in _of_experts(offs, len(x)):
+        of_expert = poly_norm_gradient_terms(
+            x[rows], weight[e], bias[e], eps, mul=mul[rows], grad_out=grad_out[rows]
+        )
+        for name in ("x", "mul"):
+            terms[name][rows] = of_expert[name]
+        for name in ("weight", "bias"):
+            terms[name][e] = of_expert[name]
+    return terms

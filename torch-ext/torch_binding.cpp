@@ -35,6 +35,17 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "fused_mul_poly_norm_fwd(Tensor x, Tensor? mul, Tensor weight, Tensor bias, float eps, "
       "bool mul_first) -> (Tensor out, Tensor rstd)");
   ops.def(
+      "grouped_poly_norm(Tensor x, Tensor? mul, Tensor weight, Tensor bias, Tensor offs, float eps, "
+      "bool mul_first, float? hidden_clamp) -> Tensor");
+  ops.def(
+      "grouped_poly_norm_fwd(Tensor x, Tensor? mul, Tensor weight, Tensor bias, Tensor offs, float eps, "
+      "bool mul_first, float? hidden_clamp) -> (Tensor out, Tensor rstd)");
+  ops.def(
+      "grouped_poly_norm_bwd(Tensor grad_out, Tensor x, Tensor? mul, bool mul_first, Tensor weight, "
+      "Tensor bias, Tensor offs, Tensor rstd, float? hidden_clamp, bool needs_grad_x, bool needs_grad_mul, "
+      "bool needs_grad_weight, bool needs_grad_bias) "
+      "-> (Tensor grad_x, Tensor grad_mul, Tensor grad_weight, Tensor grad_bias)");
+  ops.def(
       "poly_norm_bwd(Tensor grad_out, Tensor x, Tensor? mul, bool packed, bool mul_first, Tensor weight, "
       "Tensor bias, Tensor rstd, bool needs_grad_x, bool needs_grad_mul, bool needs_grad_weight, "
       "bool needs_grad_bias) "
@@ -56,6 +67,9 @@ void implement(torch::stable::detail::StableLibrary& ops) {
   ops.impl("fused_mul_poly_norm", TORCH_BOX(&fused_mul_poly_norm));
   ops.impl("fused_mul_poly_norm_fwd", TORCH_BOX(&fused_mul_poly_norm_fwd));
   ops.impl("poly_norm_bwd", TORCH_BOX(&poly_norm_bwd));
+  ops.impl("grouped_poly_norm", TORCH_BOX(&grouped_poly_norm));
+  ops.impl("grouped_poly_norm_fwd", TORCH_BOX(&grouped_poly_norm_fwd));
+  ops.impl("grouped_poly_norm_bwd", TORCH_BOX(&grouped_poly_norm_bwd));
 }
 
 }  // namespace

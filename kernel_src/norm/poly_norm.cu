@@ -87,6 +87,13 @@ __device__ __forceinline__ int expert_of(const Params& p, int64_t row) {
   return begin;
 }
 
+// The rows that belong to an expert: padding behind them is not read.
+template <Form kForm, typename Params>
+__device__ __forceinline__ int64_t rows_to_read(const Params& p) {
+  if constexpr (kForm != Form::grouped) return p.rows;
+  return min(p.rows, static_cast<int64_t>(p.offs[p.experts - 1]));
+}
+
 // The factors of rows: of each of them with experts, of all of them otherwise.
 template <typename T, Form kForm, int kRows>
 struct RowFactors {
@@ -280,8 +287,12 @@ __global__ void __launch_bounds__(kAligned&& kForm == Form::plain ? 576 : kPolyN
   const T* x = static_cast<const T*>(p.x) + first_row * p.x_stride;
   const T* mul = static_cast<const T*>(p.mul) + first_row * p.mul_stride;
   const bool cuts = clamps<kForm>(p);
+  const int64_t rows = rows_to_read<kForm>(p);
   // Rows behind the last are empty.
-  const auto dim_of = [&](int i) { return first_row + i < p.rows ? dim : 0; };
+  const auto dim_of = [&](int i) { return first_row + i < rows ? dim : 0; };
+  const auto write_dim_of = [&](int i) {
+    return kForm == Form::grouped ? (first_row + i < p.rows ? dim : 0) : dim_of(i);
+  };
 
   row_sum_start(cluster, scratch);
 
@@ -340,7 +351,7 @@ __global__ void __launch_bounds__(kAligned&& kForm == Form::plain ? 576 : kPolyN
       float values[N];
       results<kForm>(x_packed[i][j], mul_packed, y, factors.is_padding(i), cuts, p.hidden_clamp,
                      values);
-      store<kAligned>(values, out, column, dim, column < dim_of(i));
+      store<kAligned>(values, out, column, dim, column < write_dim_of(i));
     }
   }
 }
@@ -361,10 +372,11 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
   RowFactors<T, kForm, 1> factors;
   factors.load_common(p);
   factors.load_of_rows(p, row);
+  const int dim_to_read = factors.is_padding(0) ? 0 : dim;
 
   float sums[3] = {};
 #pragma unroll 4
-  for (int column = threadIdx.x * N; column < dim; column += step) {
+  for (int column = threadIdx.x * N; column < dim_to_read; column += step) {
     float values[N];
     cut_floats<kForm>(load<kAligned, N>(x, column, dim), cuts, p.hidden_clamp, values);
     add_moments(values, sums);
@@ -378,9 +390,9 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
 #pragma unroll 4
   for (int start = 0; start < dim; start += step) {
     const int column = start + threadIdx.x * N;
-    const Vector<T, N> x_packed = load<kAligned, N>(x, column, dim);
+    const Vector<T, N> x_packed = load<kAligned, N>(x, column, dim_to_read);
     Vector<T, N> mul_packed{};
-    if constexpr (has_mul(kForm)) mul_packed = load<kAligned, N>(mul, column, dim);
+    if constexpr (has_mul(kForm)) mul_packed = load<kAligned, N>(mul, column, dim_to_read);
     float values[N];
     results<kForm>(x_packed, mul_packed, y, factors.is_padding(0), cuts, p.hidden_clamp, values);
     store<kAligned>(values, out, column, dim, column < dim);
@@ -519,6 +531,7 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
   const int64_t rows_at_once = int64_t{blockDim.y} * kRows;
   const int64_t row_step = rows_at_once * (gridDim.x / cluster);
   const bool cuts = clamps<kForm>(p);
+  const int64_t rows = rows_to_read<kForm>(p);
   const auto row_of = [](int slot) { return kRows > 1 ? slot / kVectors : 0; };
   const auto column_of = [&](int slot) { return first_column + slot % kVectors * step; };
 
@@ -539,7 +552,10 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
       return static_cast<const T*>(p.mul) + (first_row + row_of(slot)) * p.mul_stride;
     };
     // Rows behind the last are empty.
-    const auto dim_of = [&](int slot) { return first_row + row_of(slot) < p.rows ? dim : 0; };
+    const auto dim_of = [&](int slot) { return first_row + row_of(slot) < rows ? dim : 0; };
+    const auto write_dim_of = [&](int slot) {
+      return kForm == Form::grouped ? (first_row + row_of(slot) < p.rows ? dim : 0) : dim_of(slot);
+    };
 
     float rstd[kRows][3];
 #pragma unroll
@@ -613,14 +629,15 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
                                const Vector<T, N>& mul) {
           write_gradients<kForm, kAligned>(grad, x, mul, y, derivative, factors.is_padding(i), cuts,
                                            p.hidden_clamp, grad_x, grad_mul, column, dim,
-                                           column < dim_of(s));
+                                           column < write_dim_of(s));
         };
         if constexpr (kKept) {
           write(grad_packed[s], x_packed[s], mul_packed[kMul ? s : 0]);
         } else {
+          Vector<T, N> mul{};
+          if constexpr (kMul) mul = load<kAligned, N>(mul_of(s), column, dim_of(s));
           write(load<kAligned, N>(grad_out_of(s), column, dim_of(s)),
-                load<kAligned, N>(x_of(s), column, dim_of(s)),
-                load<kAligned, N>(mul_of(s), column, dim_of(s)));
+                load<kAligned, N>(x_of(s), column, dim_of(s)), mul);
         }
       }
     }
@@ -655,13 +672,14 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
     if (grad_x != nullptr) grad_x += row * p.grad_x_stride;
     if (grad_mul != nullptr) grad_mul += row * p.grad_mul_stride;
     factors.load_of_rows(p, row);
+    const int dim_to_read = factors.is_padding(0) ? 0 : dim;
     float rstd[3];
     load_rstd(p.rstd, row, rstd);
     const Polynomial y(factors[0], rstd);
 
     float sums[4] = {};
 #pragma unroll 2
-    for (int column = threadIdx.x * N; column < dim; column += step) {
+    for (int column = threadIdx.x * N; column < dim_to_read; column += step) {
       Vector<T, N> mul_packed{};
       if constexpr (has_mul(kForm)) mul_packed = load<kAligned, N>(mul, column, dim);
       Inputs<kForm, N> in(load<kAligned, N>(grad_out, column, dim),
@@ -683,11 +701,11 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
     for (int start = 0; start < dim; start += step) {
       const int column = start + threadIdx.x * N;
       Vector<T, N> mul_packed{};
-      if constexpr (has_mul(kForm)) mul_packed = load<kAligned, N>(mul, column, dim);
-      write_gradients<kForm, kAligned>(load<kAligned, N>(grad_out, column, dim),
-                                       load<kAligned, N>(x, column, dim), mul_packed, y, derivative,
-                                       factors.is_padding(0), cuts, p.hidden_clamp, grad_x,
-                                       grad_mul, column, dim, column < dim);
+      if constexpr (has_mul(kForm)) mul_packed = load<kAligned, N>(mul, column, dim_to_read);
+      write_gradients<kForm, kAligned>(load<kAligned, N>(grad_out, column, dim_to_read),
+                                       load<kAligned, N>(x, column, dim_to_read), mul_packed, y,
+                                       derivative, factors.is_padding(0), cuts, p.hidden_clamp,
+                                       grad_x, grad_mul, column, dim, column < dim);
     }
     ++turn;
   }

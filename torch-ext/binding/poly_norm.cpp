@@ -88,11 +88,11 @@ Inputs check(const Arguments& a) {
   const int32_t* offs = nullptr;
   if (a.offs != nullptr) {
     check_same_device(a.op, "offs", *a.offs, x);
-    FUSELAGE_CHECK(
-        a.op,
-        a.offs->scalar_type() == ScalarType::Int && a.offs->dim() == 1 && a.offs->is_contiguous(),
-        "`offs` must be a contiguous int32 [experts], got ",
-        torch::headeronly::toString(a.offs->scalar_type()), " ", shape_of(*a.offs));
+    FUSELAGE_CHECK(a.op,
+                   a.offs->scalar_type() == ScalarType::Int && a.offs->dim() == 1 &&
+                       a.offs->size(0) >= 1 && a.offs->is_contiguous(),
+                   "`offs` must be a contiguous int32 [experts] of at least one, got ",
+                   torch::headeronly::toString(a.offs->scalar_type()), " ", shape_of(*a.offs));
     experts = a.offs->size(0);
     offs = static_cast<const int32_t*>(a.offs->const_data_ptr());
   }

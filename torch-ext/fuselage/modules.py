@@ -7,7 +7,7 @@ from typing import Optional
 import torch
 
 from .norm import fused_add_rms_norm, rms_norm
-from .poly_norm import fused_mul_poly_norm, poly_norm
+from .poly_norm import fused_mul_poly_norm, grouped_poly_norm, poly_norm
 
 
 class RMSNorm(torch.nn.Module):
@@ -143,3 +143,57 @@ class FusedMulPolyNorm(PolyNorm):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", mul_first=True" if self.mul_first else "")
+
+
+class GroupedPolyNorm(torch.nn.Module):
+    """`grouped_poly_norm` with parameters of its own: `(x, mul, offs)`, or packed, `-> out`.
+
+    Args:
+        num_experts: Rows of the weight `[num_experts, 3]` and of the bias `[num_experts, 1]`.
+        eps, hidden_clamp, mul_first: As in `grouped_poly_norm`.
+        device, dtype: Of the parameters, which start at thirds and zero.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        eps: float = 1e-6,
+        *,
+        hidden_clamp: Optional[float] = None,
+        mul_first: bool = False,
+        device=None,
+        dtype: Optional[torch.dtype] = None,
+    ):
+        super().__init__()
+        self.num_experts = num_experts
+        self.eps = eps
+        self.hidden_clamp = hidden_clamp
+        self.mul_first = mul_first
+        self.weight = torch.nn.Parameter(torch.empty(num_experts, 3, device=device, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.empty(num_experts, 1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weights to a third each, and the biases to zero."""
+        torch.nn.init.constant_(self.weight, 1.0 / 3.0)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(
+        self, x: torch.Tensor, mul: Optional[torch.Tensor], offs: torch.Tensor
+    ) -> torch.Tensor:
+        return grouped_poly_norm(
+            x,
+            mul,
+            self.weight,
+            self.bias,
+            offs,
+            self.eps,
+            hidden_clamp=self.hidden_clamp,
+            mul_first=self.mul_first,
+        )
+
+    def extra_repr(self) -> str:
+        text = f"{self.num_experts}, eps={self.eps}"
+        if self.hidden_clamp is not None:
+            text += f", hidden_clamp={self.hidden_clamp}"
+        return text + (", mul_first=True" if self.mul_first else "")

@@ -16,6 +16,9 @@ _poly_norm_fwd = ops.poly_norm_fwd.default
 _poly_norm_bwd = ops.poly_norm_bwd.default
 _fused_mul_poly_norm = ops.fused_mul_poly_norm.default
 _fused_mul_poly_norm_fwd = ops.fused_mul_poly_norm_fwd.default
+_grouped_poly_norm = ops.grouped_poly_norm.default
+_grouped_poly_norm_fwd = ops.grouped_poly_norm_fwd.default
+_grouped_poly_norm_bwd = ops.grouped_poly_norm_bwd.default
 
 
 def poly_norm(
@@ -84,6 +87,56 @@ def fused_mul_poly_norm(
             return _fused_mul_poly_norm_fwd(x, mul, weight, bias, eps, mul_first)[0]
         return _FusedMulPolyNorm.apply(x, mul, weight, bias, eps, mul_first)
     return _fused_mul_poly_norm(x, mul, weight, bias, eps, mul_first)
+
+
+def grouped_poly_norm(
+    x: torch.Tensor,
+    mul: Optional[torch.Tensor],
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    offs: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    hidden_clamp: Optional[float] = None,
+    mul_first: bool = False,
+) -> torch.Tensor:
+    """`fused_mul_poly_norm` with a weight and a bias for each expert, of rows sorted by expert.
+
+        c(u) = u cut to [-hidden_clamp, hidden_clamp], or u without hidden_clamp
+        out  = c(poly_norm(c(x), weight[e], bias[e], eps) * c(mul))
+
+    for rows `offs[e - 1]` to `offs[e]` of expert `e`. Rows from `offs[-1]` on are padding: their
+    result and gradients are zero, and they take no part in those of `weight` and `bias`. What is
+    cut has no gradient, as with `torch.clamp`. Nothing waits for the device.
+
+    Args:
+        x: `[..., dim]` as in `fused_mul_poly_norm`, with all leading dimensions counted as rows;
+            packed `[..., 2 * dim]` without `mul`.
+        mul: Shape, dtype and device of `x`. None where `x` is packed.
+        weight: `[experts, 3]`, in `x`'s dtype or float32.
+        bias: `[experts, 1]`, in `x`'s dtype or float32.
+        offs: `[experts]`, int32, on the device of `x`: the end row of each expert, as for
+            `torch._grouped_mm`. It must not decrease; an expert may be empty. The values are on
+            the device, and not checked.
+        eps: Added to the means.
+        hidden_clamp: See above. The Motif models cut at 1e6, where `x^6` is still a float32.
+        mul_first: As in `fused_mul_poly_norm`.
+
+    Returns:
+        `[..., dim]` in `x`'s dtype, contiguous. Differentiable (once) in `x`, `mul`, `weight` and
+        `bias`; an empty expert has a gradient of zero.
+
+    Raises:
+        RuntimeError: As `poly_norm`.
+
+    Source: the mixture-of-experts layers of the Motif models.
+    """
+    options = (offs, eps, mul_first, hidden_clamp)
+    if needs_grad(x, mul) or needs_grad(weight, bias):
+        if torch.compiler.is_compiling():
+            return _grouped_poly_norm_fwd(x, mul, weight, bias, *options)[0]
+        return _GroupedPolyNorm.apply(x, mul, weight, bias, *options)
+    return _grouped_poly_norm(x, mul, weight, bias, *options)
 
 
 # Autograd: one Function an operator for eager mode, and the same backward registered with the op
@@ -172,6 +225,43 @@ class _FusedMulPolyNorm(torch.autograd.Function):
         return _fused_mul_poly_norm_backward(ctx, grad_out)
 
 
+def _grouped_poly_norm_setup(ctx, inputs, output):
+    x, mul, weight, bias, offs, _, ctx.mul_first, ctx.hidden_clamp = inputs
+    _, rstd = output
+    ctx.mark_non_differentiable(rstd)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, mul, weight, bias, offs, rstd)
+
+
+def _grouped_poly_norm_backward(ctx, grad_out, grad_rstd=None):
+    if grad_out is None:
+        return (None,) * 8
+    x, mul, weight, bias, offs, rstd = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:4]
+    inputs = (grad_out, x, mul, ctx.mul_first, weight, bias, offs, rstd, ctx.hidden_clamp)
+    grads = _grouped_poly_norm_bwd(*inputs, *needs)
+    return (*_where_needed(needs, grads), None, None, None, None)
+
+
+class _GroupedPolyNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mul, weight, bias, offs, eps, mul_first, hidden_clamp):
+        with below_autograd():
+            out, rstd = _grouped_poly_norm_fwd(
+                x, mul, weight, bias, offs, eps, mul_first, hidden_clamp
+            )
+        ctx.mul_first = mul_first
+        ctx.hidden_clamp = hidden_clamp
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, mul, weight, bias, offs, rstd)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        no_double_backward("grouped_poly_norm")
+        return _grouped_poly_norm_backward(ctx, grad_out)
+
+
 torch.library.register_autograd(
     add_op_namespace_prefix("poly_norm_fwd"), _poly_norm_backward, setup_context=_poly_norm_setup
 )
@@ -179,6 +269,11 @@ torch.library.register_autograd(
     add_op_namespace_prefix("fused_mul_poly_norm_fwd"),
     _fused_mul_poly_norm_backward,
     setup_context=_fused_mul_poly_norm_setup,
+)
+torch.library.register_autograd(
+    add_op_namespace_prefix("grouped_poly_norm_fwd"),
+    _grouped_poly_norm_backward,
+    setup_context=_grouped_poly_norm_setup,
 )
 
 
@@ -253,5 +348,39 @@ def _(
     _check_devices(
         "poly_norm_bwd", x, grad_out=grad_out, mul=mul, weight=weight, bias=bias, rstd=rstd
     )
+    needs = (needs_grad_x, needs_grad_mul, needs_grad_weight, needs_grad_bias)
+    return _grads_like(x, mul, weight, bias, needs)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("grouped_poly_norm"))
+def _(x, mul, weight, bias, offs, eps, mul_first, hidden_clamp):
+    _check_devices("grouped_poly_norm", x, mul=mul, weight=weight, bias=bias, offs=offs)
+    return _out_like(x, mul is None)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("grouped_poly_norm_fwd"))
+def _(x, mul, weight, bias, offs, eps, mul_first, hidden_clamp):
+    _check_devices("grouped_poly_norm", x, mul=mul, weight=weight, bias=bias, offs=offs)
+    return _out_like(x, mul is None), _rstd_like(x)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("grouped_poly_norm_bwd"))
+def _(
+    grad_out,
+    x,
+    mul,
+    mul_first,
+    weight,
+    bias,
+    offs,
+    rstd,
+    hidden_clamp,
+    needs_grad_x,
+    needs_grad_mul,
+    needs_grad_weight,
+    needs_grad_bias,
+):
+    others = {"mul": mul, "weight": weight, "bias": bias, "offs": offs, "rstd": rstd}
+    _check_devices("grouped_poly_norm_bwd", x, grad_out=grad_out, **others)
     needs = (needs_grad_x, needs_grad_mul, needs_grad_weight, needs_grad_bias)
     return _grads_like(x, mul, weight, bias, needs)

@@ -1,7 +1,8 @@
-"""poly_norm and fused_mul_poly_norm."""
+"""poly_norm, fused_mul_poly_norm and grouped_poly_norm."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import ModuleType
 
 import torch
@@ -51,8 +52,18 @@ _MUL_ONLY = [
 ]
 
 
+# Rows, dim and experts; an eighth of the rows is padding.
+_GROUPED = [
+    Shape((16384, 4096, 64), torch.bfloat16, frozenset({"main"})),
+    Shape((65536, 1280, 384), torch.bfloat16, frozenset({"odd"})),
+    Shape((32768, 1409, 16), torch.bfloat16, frozenset({"odd"})),
+    Shape((64, 4096, 64), torch.bfloat16, frozenset({"small"})),
+    Shape((2048, 1024, 8), torch.bfloat16, frozenset({"cpu", "main"})),
+]
+
+
 def _activations(shape: Shape, device: str, tensors: int = 1) -> torch.Tensor:
-    rows, dim = shape.sizes
+    rows, dim = shape.sizes[:2]
     return torch.randn(rows, tensors * dim, device=device, dtype=shape.dtype)
 
 
@@ -76,11 +87,32 @@ def _fused_mul_inputs(shape: Shape, device: str) -> tuple[torch.Tensor, ...]:
     )
 
 
+def _grouped_inputs(shape: Shape, device: str) -> tuple[torch.Tensor, ...]:
+    weight, bias = (t.expand(shape.sizes[2], -1).contiguous() for t in _factors(shape, device))
+    return (_activations(shape, device), _activations(shape, device), weight, bias)
+
+
+@lru_cache
+def _offs(rows: int, experts: int, device: torch.device) -> torch.Tensor:
+    """The end rows of experts of about one size."""
+    ends = torch.arange(1, experts + 1) * (rows - rows // 8) // experts
+    return ends.to(device, torch.int32)
+
+
+@lru_cache
+def _experts(rows: int, experts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The expert of each row, and whether it has one."""
+    index = torch.searchsorted(
+        _offs(rows, experts, device), torch.arange(rows, device=device), right=True
+    )
+    return index.clamp(max=experts - 1), (index < experts)[:, None]
+
+
 def _moves(activations: int):
     """The weight and the bias are four numbers, and not counted."""
 
     def moved(shape: Shape) -> int:
-        rows, dim = shape.sizes
+        rows, dim = shape.sizes[:2]
         return activations * rows * dim * shape.dtype.itemsize
 
     return moved
@@ -104,6 +136,35 @@ def eager_poly_norm(x, weight, bias):
 def eager_fused_mul_poly_norm(*inputs):
     x, mul, weight, bias = _separate(inputs)
     return (_formula(x.float(), weight.float(), bias.float()) * mul.float()).to(x.dtype)
+
+
+def _grouped_formula(x, mul, weight, bias):
+    """With the experts looked up beforehand, and not at each call."""
+    index, inside = _experts(x.shape[0], weight.shape[0], x.device)
+    return _grouped_formula_of(x, mul, weight, bias, index, inside)
+
+
+def _grouped_formula_of(x, mul, weight, bias, index, inside):
+    w = weight[index]
+    y = w[:, 0:1] * _norm(x**3) + w[:, 1:2] * _norm(x**2) + w[:, 2:3] * _norm(x) + bias[index]
+    return torch.where(inside, y * mul, 0.0)
+
+
+def eager_grouped_poly_norm(x, mul, weight, bias):
+    return _grouped_formula(x.float(), mul.float(), weight.float(), bias.float()).to(x.dtype)
+
+
+def compiled_grouped_poly_norm():
+    def formula(x, mul, weight, bias, index, inside):
+        floats = (t.float() for t in (x, mul, weight, bias))
+        return _grouped_formula_of(*floats, index, inside).to(x.dtype)
+
+    run = compiled(formula)
+
+    def call(x, mul, weight, bias):
+        return run(x, mul, weight, bias, *_experts(x.shape[0], weight.shape[0], x.device))
+
+    return call
 
 
 def _separate(inputs):
@@ -145,6 +206,18 @@ def _fused_mul_contenders(fuselage: ModuleType):
     }
 
 
+def _grouped_contenders(fuselage: ModuleType):
+    def grouped(x, mul, weight, bias):
+        offs = _offs(x.shape[0], weight.shape[0], x.device)
+        return fuselage.grouped_poly_norm(x, mul, weight, bias, offs, EPS)
+
+    return {
+        "fuselage": lambda: grouped,
+        "eager": lambda: eager_grouped_poly_norm,
+        "compile": compiled_grouped_poly_norm,
+    }
+
+
 def _reference(x, weight, bias, dtype):
     return (_formula(x, weight, bias),)
 
@@ -152,6 +225,20 @@ def _reference(x, weight, bias, dtype):
 def _fused_mul_reference(*inputs):
     x, mul, weight, bias = _separate(inputs[:-1])
     return (_formula(x, weight, bias) * mul,)
+
+
+def _grouped_reference(x, mul, weight, bias, dtype):
+    return (_grouped_formula(x, mul, weight, bias),)
+
+
+def _grouped_moves(reads: int, writes: int):
+    """Padding is written, and not read."""
+
+    def moved(shape: Shape) -> int:
+        rows, dim, _ = shape.sizes
+        return (reads * (rows - rows // 8) + writes * rows) * dim * shape.dtype.itemsize
+
+    return moved
 
 
 def _host_sections(fuselage: ModuleType, device: str) -> list[HostSection]:
@@ -231,5 +318,13 @@ OPERATORS = [
         contenders=_fused_mul_contenders,
         reference=_fused_mul_reference,
         necessary_bytes={"fwd": _moves(3), "bwd": _moves(5)},
+    ),
+    Operator(
+        name="grouped_poly_norm",
+        shapes=_GROUPED,
+        make_inputs=_grouped_inputs,
+        contenders=_grouped_contenders,
+        reference=_grouped_reference,
+        necessary_bytes={"fwd": _grouped_moves(2, 1), "bwd": _grouped_moves(3, 2)},
     ),
 ]
