@@ -120,3 +120,24 @@ class FusedMulPolyNorm(PolyNormSizes, Benchmark):
 
     benchmark_one_row = benchmark_small = benchmark_medium = benchmark_large = fused
     verify_one_row = verify_small = verify_medium = verify_large = reference
+
+
+class GroupedPolyNorm(PolyNormSizes, Benchmark):
+    """Eight experts of about one size, all with the same weights, and no padding."""
+
+    def make(self, rows: int, dim: int) -> None:
+        super().make(rows, dim)
+        self.weights, self.biases = self.weight.repeat(8, 1), self.bias.repeat(8, 1)
+        ends = torch.arange(1, 9, device=self.device) * rows // 8
+        self.offs = ends.to(torch.int32)
+
+    def fused(self) -> None:
+        self.out = self.kernel.grouped_poly_norm(
+            self.x, self.residual, self.weights, self.biases, self.offs, EPS
+        )
+
+    def reference(self) -> torch.Tensor:
+        return (self.formula() * self.residual.float()).to(self.x.dtype)
+
+    benchmark_one_row = benchmark_small = benchmark_medium = benchmark_large = fused
+    verify_one_row = verify_small = verify_medium = verify_large = reference

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from harness import (
@@ -16,6 +18,13 @@ from harness import (
     random_grad_outs,
     reference_gradients,
     terms_of_gradients,
+)
+from kernels import (
+    LocalLayerRepository,
+    Mode,
+    kernelize,
+    use_kernel_forward_from_hub,
+    use_kernel_mapping,
 )
 from operators import FUSED_MUL_POLY_NORM, POLY_NORM
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -386,3 +395,53 @@ def test_a_module_trains(fuselage, device):
             losses[-1].append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert losses[1][-1] < losses[1][0]
+
+
+# The Hub layer
+
+
+@use_kernel_forward_from_hub("PolyNorm")
+class MotifActivation(torch.nn.Module):
+    """With the attributes of the layer in the Motif models."""
+
+    def __init__(self, eps: float = 1e-6):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3) / 3)
+        self.bias = torch.nn.Parameter(torch.zeros(1))
+        self.eps = eps
+
+    def forward(self, x):
+        return POLY_NORM.eager(x, self.weight, self.bias, self.eps)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize(
+    "mode",
+    [
+        Mode.INFERENCE,
+        Mode.TRAINING,
+        Mode.INFERENCE | Mode.TORCH_COMPILE,
+        Mode.TRAINING | Mode.TORCH_COMPILE,
+    ],
+    ids=str,
+)
+def test_the_layer(fuselage, device, mode):
+    layer = MotifActivation(eps=0.1).to(device)
+    torch.nn.init.normal_(layer.weight)
+    torch.nn.init.normal_(layer.bias)
+    layer.train(Mode.TRAINING in mode)
+    repository = LocalLayerRepository(Path(fuselage.__file__).parent, layer_name="PolyNorm")
+    with use_kernel_mapping({"PolyNorm": {device: repository}}, inherit_mapping=False):
+        kernelize(layer, mode=mode, device=device, use_fallback=False)
+    assert layer.forward.__func__ is fuselage.layers.PolyNorm.forward
+    torch._dynamo.reset()
+    call = torch.compile(layer, fullgraph=True) if Mode.TORCH_COMPILE in mode else layer
+    x = normal((4, 5, 64), torch.bfloat16, device).requires_grad_()
+    out = call(x)
+    expected = fuselage.poly_norm(x, layer.weight, layer.bias, 0.1)
+    assert_same_bits(out.detach(), expected.detach(), "out")
+    if Mode.TRAINING in mode:
+        wanted = (x, layer.weight, layer.bias)
+        ours, theirs = (torch.autograd.grad(o.float().sum(), wanted) for o in (out, expected))
+        for actual, grad in zip(ours, theirs, strict=True):
+            assert_same_bits(actual, grad, "gradient")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from .norm import rms_norm
+from .poly_norm import poly_norm
 
 
 class RMSNorm(torch.nn.Module):
@@ -41,3 +42,17 @@ class RMSNormZeroCentered(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps, weight_offset=1.0)
+
+
+class PolyNorm(torch.nn.Module):
+    """Motif's activation: float32 throughout, rounded once."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    eps: float
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return poly_norm(x, self.weight, self.bias, self.eps)
