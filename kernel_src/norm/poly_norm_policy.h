@@ -80,10 +80,11 @@ inline PolyNormBackwardPolicy poly_norm_backward_policy(const DeviceInfo& device
   return policy;
 }
 
-// Threads of the second kernel's blocks, one an expert.
+// Threads of the second kernel's blocks, one an expert. Of experts the host does not know how many rows they
+// have: the largest may have many times the mean.
 inline int poly_norm_weight_threads(const PolyNormBackward& p) {
-  const int64_t each = ceil_div(p.partial_count, std::max<int64_t>(p.experts, 1));
-  return std::min(threads_for(each, 4), 1024);
+  const int threads = threads_for(ceil_div(p.partial_count, p.experts), 4);
+  return std::clamp(threads, p.offs != nullptr ? 256 : 1, 1024);
 }
 
 }  // namespace fuselage
