@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -79,20 +80,21 @@ inline DType check_dtype(const char* op, const char* name, const Tensor& tensor)
   return *dtype;
 }
 
+// `x_name`: what the op calls the tensor that others are compared with.
 inline void check_same_device(const char* op, const char* name, const Tensor& tensor,
-                              const Tensor& x) {
+                              const Tensor& x, const char* x_name = "x") {
   const bool same =
       tensor.is_cpu() == x.is_cpu() && tensor.get_device_index() == x.get_device_index();
-  FUSELAGE_CHECK(op, same, "`", name, "` must be on the device of `x` (", device_of(x), "), got ",
-                 device_of(tensor));
+  FUSELAGE_CHECK(op, same, "`", name, "` must be on the device of `", x_name, "` (", device_of(x),
+                 "), got ", device_of(tensor));
 }
 
 inline void check_same_shape(const char* op, const char* name, const Tensor& tensor,
-                             const Tensor& x) {
+                             const Tensor& x, const char* x_name = "x") {
   bool same = tensor.dim() == x.dim();
   for (int64_t i = 0; same && i < x.dim(); ++i) same = tensor.size(i) == x.size(i);
-  FUSELAGE_CHECK(op, same, "`", name, "` must have the shape of `x` ", shape_of(x), ", got ",
-                 shape_of(tensor));
+  FUSELAGE_CHECK(op, same, "`", name, "` must have the shape of `", x_name, "` ", shape_of(x),
+                 ", got ", shape_of(tensor));
 }
 
 // A tensor seen as [rows, dim] with adjacent elements in a row and `stride` elements between rows.
@@ -129,6 +131,28 @@ inline Rows rows_of(const Tensor& tensor) {
   return {torch::stable::contiguous(tensor), tensor.size(tensor.dim() - 1)};
 }
 
+inline int64_t rows_in(const Tensor& x) {
+  int64_t rows = 1;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) rows *= x.size(i);
+  return rows;
+}
+
+// Whether some element belongs to both [rows, dim] tensors of one type.
+inline bool overlap(const Tensor& a, int64_t a_stride, const Tensor& b, int64_t b_stride,
+                    int64_t rows, int64_t dim) {
+  if (rows == 0 || dim == 0) return false;
+  const int64_t size = dtype_size(*dtype_from(a.scalar_type()));
+  const int64_t distance = (static_cast<const char*>(b.const_data_ptr()) -
+                            static_cast<const char*>(a.const_data_ptr())) /
+                           size;
+  const int64_t a_end = (rows - 1) * a_stride + dim, b_end = (rows - 1) * b_stride + dim;
+  if (distance >= a_end || -distance >= b_end) return false;
+  // The rows of one may lie between the rows of the other.
+  if (rows == 1 || a_stride != b_stride) return true;
+  const int64_t offset = (distance % a_stride + a_stride) % a_stride;
+  return offset < dim || offset > a_stride - dim;
+}
+
 // A contiguous tensor on the device of `like`. One call into Torch, past its dispatcher.
 inline Tensor empty(const int64_t* sizes, int64_t dim, ScalarType type, const Tensor& like) {
   constexpr int64_t kMaxDim = 64;
@@ -162,6 +186,13 @@ inline Tensor empty_like(const Tensor& like, ScalarType type) {
 inline Tensor no_tensor(const Tensor& like) {
   const int64_t size = 0;
   return empty(&size, 1, like.scalar_type(), like);
+}
+
+constexpr int64_t kElementsPerTask = 32768;  // work for which a CPU thread is worth waking
+
+// Pieces of work of that many elements for one task.
+inline int64_t tasks_of(int64_t elements_each) {
+  return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, elements_each));
 }
 
 #if defined(FUSELAGE_GPU)

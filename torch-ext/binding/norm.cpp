@@ -1,18 +1,10 @@
 #include "norm.h"
 
-#include <algorithm>
-
 #include "cpu/rms_norm.h"
 #include "norm/rms_norm.h"
 
 namespace fuselage::binding {
 namespace {
-
-constexpr int64_t kElementsPerTask = 32768;  // work for which a CPU thread is worth waking
-
-int64_t tasks_of(int64_t elements_each) {
-  return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, elements_each));
-}
 
 void check_x(const char* op, const Tensor& x) {
   FUSELAGE_CHECK(op, x.dim() >= 1, "`x` must have at least one dimension, got a scalar");
@@ -51,12 +43,6 @@ DType check_out_dtype(const char* op, std::optional<ScalarType> out_dtype, DType
                  x_dtype == DType::float32 ? ", float16 or bfloat16" : "", ", got ",
                  torch::headeronly::toString(*out_dtype));
   return *dtype;
-}
-
-int64_t rows_in(const Tensor& x) {
-  int64_t rows = 1;
-  for (int64_t i = 0; i + 1 < x.dim(); ++i) rows *= x.size(i);
-  return rows;
 }
 
 Tensor empty_rstd(const Tensor& x) {
@@ -114,22 +100,6 @@ void forward(const char* op, const Tensor& x, const Tensor* residual, const Opti
   const char* error = gpu::rms_norm_forward(p, device, on_device.stream());
   FUSELAGE_CHECK(op, error == nullptr, error);
 #endif
-}
-
-// Whether some element belongs to both [rows, dim] tensors of one type.
-bool overlap(const Tensor& a, int64_t a_stride, const Tensor& b, int64_t b_stride, int64_t rows,
-             int64_t dim) {
-  if (rows == 0 || dim == 0) return false;
-  const int64_t size = dtype_size(*dtype_from(a.scalar_type()));
-  const int64_t distance = (static_cast<const char*>(b.const_data_ptr()) -
-                            static_cast<const char*>(a.const_data_ptr())) /
-                           size;
-  const int64_t a_end = (rows - 1) * a_stride + dim, b_end = (rows - 1) * b_stride + dim;
-  if (distance >= a_end || -distance >= b_end) return false;
-  // The rows of one may lie between the rows of the other.
-  if (rows == 1 || a_stride != b_stride) return true;
-  const int64_t offset = (distance % a_stride + a_stride) % a_stride;
-  return offset < dim || offset > a_stride - dim;
 }
 
 struct Prepared {
