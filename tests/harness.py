@@ -133,6 +133,19 @@ class Operator:
     statistics: int = 1  # float32 values a row that may be kept besides
     vector_sizes: dict[str, int] = field(default_factory=dict)  # of those that are not [dim]
     samples: Callable | None = None  # (kernel, device) -> (op, arguments) of the ops behind it
+    defaults: dict = field(default_factory=dict)  # options of every call, unless it says otherwise
+    width: int = 1  # elements of a row input for one of an output
+    op_name: str | None = None  # the op behind it, where it serves several functions
+    has_eps: bool = True
+
+    @property
+    def main(self) -> str:
+        """The input that decides about dtype and device, and that errors compare others with."""
+        return self.row_inputs[0]
+
+    @property
+    def registered_name(self) -> str:
+        return self.op_name or self.name
 
     def inputs(self, shape, dtype, device, style: str = "torch") -> dict[str, Tensor | None]:
         chosen = self.styles[style]
@@ -142,14 +155,15 @@ class Operator:
         return self.styles[style].options
 
     def run(self, kernel, inputs: dict, options: dict) -> dict[str, Tensor]:
-        return self._named(getattr(kernel, self.name)(**inputs, **options))
+        return self._named(getattr(kernel, self.name)(**inputs, **{**self.defaults, **options}))
 
     def run_eager(self, inputs: dict, options: dict) -> dict[str, Tensor]:
-        return self._named(self.eager(**inputs, **options))
+        return self._named(self.eager(**inputs, **{**self.defaults, **options}))
 
     def run_reference(self, inputs: dict, options: dict) -> dict[str, Tensor]:
         """In float64, of the float64 values of `inputs`; float64 inputs may require gradients."""
-        dtype = options.get("dtype", inputs["x"].dtype)
+        dtype = options.get("dtype", inputs[self.main].dtype)
+        options = {**self.defaults, **options}
         inputs = {name: None if t is None else t.to(torch.float64) for name, t in inputs.items()}
         options = {name: o for name, o in options.items() if name not in ("out_dtype", "dtype")}
         return self._named(self.reference(**inputs, **options, dtype=dtype))
@@ -158,7 +172,8 @@ class Operator:
         if self.output_terms is None:
             return {}
         double = {n: None if t is None else t.detach().double() for n, t in inputs.items()}
-        return self._named(self.output_terms(**double, **options))
+        terms = self.output_terms(**double, **{**self.defaults, **options})
+        return terms if isinstance(terms, dict) else self._named(terms)
 
     def vector_size(self, name: str, dim: int) -> int:
         return self.vector_sizes.get(name, dim)
@@ -227,11 +242,11 @@ def check_values(op: Operator, kernel, inputs: dict, options: dict) -> dict[str,
     outputs = op.run(kernel, inputs, options)
     expected = op.run_reference(inputs, options)
     terms = op.run_output_terms(inputs, options)
-    dtype = inputs["x"].dtype
+    dtype = inputs[op.main].dtype
     inner_rounding = dtype if options.get("cast_before_weight") else None
     for name, output in outputs.items():
         wanted = (options.get("out_dtype") if name == "out" else None) or dtype
-        assert output.dtype == wanted and output.device == inputs["x"].device, name
+        assert output.dtype == wanted and output.device == inputs[op.main].device, name
         assert output.is_contiguous(), f"{name} has strides {output.stride()}"
         assert_close(
             output, expected[name], name, terms=terms.get(name), inner_rounding=inner_rounding
@@ -254,7 +269,7 @@ def gradients(
 
 def reference_gradients(op: Operator, inputs: dict, options: dict, grad_outs: dict) -> dict:
     """Float64 autograd through the reference."""
-    dtype = inputs["x"].dtype
+    dtype = inputs[op.main].dtype
     options = op.without_roundings(options)
     double = {name: None if t is None else t.detach().double() for name, t in inputs.items()}
     return gradients(
@@ -269,6 +284,7 @@ def reference_gradients(op: Operator, inputs: dict, options: dict, grad_outs: di
 def terms_of_gradients(op: Operator, inputs: dict, options: dict, grad_outs: dict) -> dict:
     if op.gradient_terms is None:
         return {}
+    options = {**op.defaults, **options}
     return op.gradient_terms(
         **{name: None if t is None else t.detach().double() for name, t in inputs.items()},
         **{f"grad_{name}": g.double() for name, g in grad_outs.items()},

@@ -59,7 +59,7 @@ def test_every_op_is_checked(fuselage, op):
         for schema in torch._C._jit_get_all_schemas()
         if schema.name.startswith(prefix)
     }
-    assert op.name in registered
+    assert op.registered_name in registered
     assert registered == checked
 
 
@@ -130,14 +130,15 @@ def test_compile_with_neighbours_and_some_gradients(fuselage, device, op):
     """In a graph with other work around it, with a frozen weight and an unused output."""
 
     def block(x, others):
-        outputs = op.run(fuselage, {"x": torch.sin(x) * 2, **others}, {})
-        return torch.cos(0.1 * outputs["out"]) + x  # large results would be all noise
+        outputs = op.run(fuselage, {op.main: torch.sin(x) * 2, **others}, {})
+        # Large results would be all noise.
+        return torch.cos(0.1 * outputs["out"]) + x[..., : outputs["out"].shape[-1]]
 
     counter = Compilations("inductor")
     compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
     for batch in BATCHES:
         inputs = op.inputs((batch, 96), torch.float32, device)
-        x = inputs.pop("x").requires_grad_()
+        x = inputs.pop(op.main).requires_grad_()
         results = [(y := f(x, inputs), *torch.autograd.grad(y.sum(), x)) for f in (block, compiled)]
         for eager, traced in zip(*results, strict=True):
             torch.testing.assert_close(traced, eager)  # sin and cos are not those of eager mode
@@ -170,12 +171,16 @@ def test_compile_with_strided_inputs(fuselage, device, op):
         dynamic=True,
         backend="aot_eager",
     )
-    for transpose in (lambda t: t.transpose(0, 1), lambda t: t[:, ::2], lambda t: t[..., 1:]):
+    for transpose in (
+        lambda t: t.transpose(0, 1),
+        lambda t: t[:, ::2],
+        lambda t: t[..., op.width :],
+    ):
         inputs = op.inputs((4, 6, 9), torch.bfloat16, device)
         for name in op.row_inputs:
             inputs[name] = transpose(inputs[name])
         for name in op.vector_inputs:
-            inputs[name] = inputs[name][: inputs["x"].shape[-1]]
+            inputs[name] = inputs[name][: inputs[op.main].shape[-1]]
         leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
         outputs = compiled(leaves)
         for name, expected in op.run(fuselage, inputs, {}).items():

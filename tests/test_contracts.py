@@ -79,7 +79,7 @@ def test_same_inputs_same_bits(fuselage, device, op, dtype, dim):
 
 
 def check_batch_invariance(op, kernel, inputs: dict, sizes=(1, 2, 5, 16)) -> None:
-    rows = inputs["x"].shape[0]
+    rows = inputs[op.main].shape[0]
     grad_outs = random_grad_outs(op.run(kernel, inputs, {}))
     batch = run_both_ways(op, kernel, inputs, grad_outs)
     of_rows = [*op.outputs, *(f"grad_{name}" for name in op.row_inputs)]
@@ -117,7 +117,7 @@ def test_rows_of_a_wider_tensor_do_not_depend_on_the_batch(fuselage, device, op,
     inputs = op.inputs((37, dim), torch.bfloat16, device)
     for name in op.row_inputs:
         wide = op.inputs((37, dim + wider_by), torch.bfloat16, device)[name]
-        inputs[name] = wide[:, :dim]
+        inputs[name] = wide[:, : op.width * dim]
     check_batch_invariance(op, fuselage, inputs)
 
 
@@ -152,7 +152,7 @@ def test_a_wrong_dtype_of_everything(fuselage, device, op, dtype):
         torch.bool: "(?i)bool",
         torch.float8_e4m3fn: "(?i)float8_e4m3fn",
     }[dtype]
-    refuses(op, fuselage, inputs, {}, "`x` must be float16, bfloat16 or float32, got", got)
+    refuses(op, fuselage, inputs, {}, f"`{op.main}` must be float16, bfloat16 or float32, got", got)
 
 
 @pytest.mark.kernels_ci
@@ -199,7 +199,9 @@ def test_a_wrong_shape(fuselage, device, op):
             needs = rf"shape \[{size}\]"
             refuses(op, fuselage, {**inputs, name: wrong}, {}, f"`{name}`", needs, got)
     scalars = {name: t.flatten()[0] for name, t in inputs.items()}
-    refuses(op, fuselage, scalars, {}, "`x` must have at least one dimension, got a scalar")
+    refuses(
+        op, fuselage, scalars, {}, f"`{op.main}` must have at least one dimension, got a scalar"
+    )
 
 
 @pytest.mark.gpu
@@ -209,9 +211,9 @@ def test_inputs_on_different_devices(fuselage, op):
     inputs = op.inputs((3, 8), torch.float32, "cuda")
     for name in (*op.row_inputs[1:], *op.vector_inputs):
         wrong = {**inputs, name: inputs[name].cpu()}
-        refuses(op, fuselage, wrong, {}, f"`{name}`", "device of `x`.*cuda:0", "got cpu")
+        refuses(op, fuselage, wrong, {}, f"`{name}`", f"device of `{op.main}`.*cuda:0", "got cpu")
         wrong = {n: t.cpu() for n, t in inputs.items()} | {name: inputs[name]}
-        refuses(op, fuselage, wrong, {}, f"`{name}`", "device of `x`.*cpu", "got cuda:0")
+        refuses(op, fuselage, wrong, {}, f"`{name}`", f"device of `{op.main}`.*cpu", "got cuda:0")
         if torch.cuda.device_count() > 1:
             wrong = {**inputs, name: inputs[name].to("cuda:1")}
             refuses(op, fuselage, wrong, {}, f"`{name}`", "cuda:0", "got cuda:1")
