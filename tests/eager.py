@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Norms
@@ -73,3 +74,64 @@ def grouped_poly_norm(
         out[begin:end] = y.clamp(-limit, limit).to(x.dtype)
         begin = end
     return out
+
+
+# Activations
+
+ACTIVATIONS = {
+    "none": lambda u: u,
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda u: F.gelu(u, approximate="tanh"),
+    "gelu_quick": lambda u: u * torch.sigmoid(1.702 * u),
+    "silu": F.silu,
+    "relu2": lambda u: F.relu(u).square(),
+}
+
+
+def plain(activation: str):
+    return lambda x: ACTIVATIONS[activation](x)
+
+
+def act_and_mul(activation: str, gate_first: bool = True):
+    def formula(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        gate, up = (first, second) if gate_first else (second, first)
+        return ACTIVATIONS[activation](gate) * up
+
+    return formula
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def swiglu_clamped(
+    x: Tensor, alpha: float = 1.702, limit: float = 7.0, *, interleaved: bool = True
+) -> Tensor:
+    """`GptOssExperts._apply_gate` of transformers."""
+    gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    gate = gate.clamp(min=None, max=limit)
+    up = up.clamp(min=-limit, max=limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def bias_act(x: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
+    return ACTIVATIONS[activation](x if bias is None else x + bias).to(x.dtype)
+
+
+def add_mul_act(
+    x: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    alpha: float = 1.0,
+    activation: str = "none",
+) -> Tensor:
+    total = x if bias is None else x + bias
+    return ACTIVATIONS[activation](total + alpha * y).to(x.dtype)

@@ -235,4 +235,214 @@ GROUPED_POLY_NORM = Operator(
     gradient_terms=reference.grouped_poly_norm_gradient_terms,
 )
 
-OPERATORS = (RMS_NORM, FUSED_ADD_RMS_NORM, POLY_NORM, FUSED_MUL_POLY_NORM)
+
+# Activations. What shares a kernel is represented here by one operator; tests/gate has the others.
+
+
+def _row_inputs(*names: str, width: int = 1):
+    def make(shape, dtype, device, **_):
+        wide = (*shape[:-1], width * shape[-1])
+        return {name: normal(wide, dtype, device) for name in names}
+
+    return make
+
+
+def bias_act_inputs(shape, dtype, device, *, bias="same", **_):
+    """`x` and `bias`: the dtype of the bias, "same" for that of `x`, or None for none."""
+    inputs = {"x": normal(shape, dtype, device), "bias": None}
+    if bias is not None:
+        inputs["bias"] = normal(shape[-1:], dtype if bias == "same" else bias, device)
+    return inputs
+
+
+def add_mul_act_inputs(shape, dtype, device, **style):
+    return bias_act_inputs(shape, dtype, device, **style) | {"y": normal(shape, dtype, device)}
+
+
+def plain_operator(activation: str, **options) -> Operator:
+    return Operator(
+        name=activation,
+        make_inputs=_row_inputs("x"),
+        reference=reference.plain(activation),
+        eager=eager.plain(activation),
+        row_inputs=("x",),
+        vector_inputs=(),
+        outputs=("out",),
+        styles={"torch": Style()},
+        output_terms=reference.plain_terms(activation),
+        gradient_terms=reference.plain_terms(activation),
+        saved=("x",),
+        op_name="activation",
+        has_eps=False,
+        **options,
+    )
+
+
+def act_and_mul_operator(activation: str, gate_first: bool) -> Operator:
+    return Operator(
+        name=f"{activation}_and_mul" if gate_first else f"mul_and_{activation}",
+        make_inputs=_row_inputs("x", width=2),
+        reference=reference.act_and_mul(activation, gate_first),
+        eager=eager.act_and_mul(activation, gate_first),
+        row_inputs=("x",),
+        vector_inputs=(),
+        outputs=("out",),
+        styles={"torch": Style()},
+        output_terms=reference.act_and_mul_terms(activation, gate_first),
+        gradient_terms=reference.act_and_mul_terms(activation, gate_first),
+        saved=("x",),
+        op_name="act_and_mul",
+        width=2,
+        has_eps=False,
+    )
+
+
+def _gate_samples(kernel, device):
+    """(op, arguments) of everything the family registers, for opcheck."""
+    ops = kernel.gate.ops
+    for dtype, bias_dtype, shape in (
+        (torch.float32, torch.float32, (3, 8)),
+        (torch.bfloat16, torch.float32, (2, 3, 6)),
+        (torch.float16, None, (4, 16)),
+    ):
+        made = add_mul_act_inputs(shape, dtype, device, bias=bias_dtype)
+        x, bias, y = made.values()
+        half = x[..., : shape[-1] // 2].contiguous()
+        gelu, clamped = 4, (1.702, 7.0, True)
+        yield ops.activation.default, (x, gelu)
+        yield ops.activation_bwd.default, (y, x, gelu)
+        yield ops.act_and_mul.default, (x, gelu, True)
+        yield ops.act_and_mul_bwd.default, (half, x, gelu, False)
+        yield ops.swiglu_clamped.default, (x, *clamped)
+        yield ops.swiglu_clamped_bwd.default, (half, x, *clamped)
+        yield ops.glu.default, (x, y, gelu)
+        for needs in ((True, True), (False, True), (True, False)):
+            yield ops.glu_bwd.default, (y, x, y, gelu, *needs)
+        yield ops.bias_act.default, (x, bias, gelu)
+        yield ops.bias_act_.default, (x, bias, gelu)
+        yield ops.add_mul_act.default, (x, bias, y, 0.5, gelu)
+        yield ops.add_mul_act_.default, (x, bias, y, 0.5, gelu)
+        for needs in ((True, True, True), (True, False, False), (False, True, False)):
+            yield ops.add_mul_act_bwd.default, (y, x, bias, y, 0.5, gelu, *needs)
+        yield ops.add_mul_act_bwd.default, (y, None, bias, None, 0.5, 0, False, True, True)
+        for requires_grad in (False, True):
+            x, bias, y = (
+                t if t is None else t.clone().requires_grad_(requires_grad) for t in made.values()
+            )
+            yield ops.activation_fwd.default, (x, gelu)
+            yield ops.act_and_mul_fwd.default, (x, gelu, False)
+            yield ops.swiglu_clamped_fwd.default, (x, *clamped)
+            yield ops.glu_fwd.default, (x, y, gelu)
+            yield ops.bias_act_fwd.default, (x, bias, gelu)
+            yield ops.add_mul_act_fwd.default, (x, bias, y, 0.5, gelu)
+
+
+SILU = plain_operator("silu", samples=_gate_samples)
+SILU_AND_MUL = act_and_mul_operator("silu", True)
+
+SWIGLU_CLAMPED = Operator(
+    name="swiglu_clamped",
+    make_inputs=_row_inputs("x", width=2),
+    reference=reference.swiglu_clamped,
+    eager=eager.swiglu_clamped,
+    row_inputs=("x",),
+    vector_inputs=(),
+    outputs=("out",),
+    styles={
+        "torch": Style(),
+        "gpt_oss": Style(options={"alpha": 1.702, "limit": 7.0}),
+        "halves": Style(options={"interleaved": False}),
+    },
+    defaults={"limit": 1.25},  # so that many values are clamped
+    output_terms=reference.swiglu_clamped_terms,
+    gradient_terms=reference.swiglu_clamped_terms,
+    saved=("x",),
+    width=2,
+    has_eps=False,
+)
+
+_GLU = {
+    "make_inputs": _row_inputs("gate", "up"),
+    "row_inputs": ("gate", "up"),
+    "vector_inputs": (),
+    "outputs": ("out",),
+    "output_terms": reference.glu_terms,
+    "saved": ("gate", "up"),
+    "op_name": "glu",
+    "has_eps": False,
+}
+SWIGLU = Operator(
+    name="swiglu",
+    reference=reference.swiglu,
+    eager=eager.swiglu,
+    styles={"torch": Style()},
+    gradient_terms=reference.glu_terms,
+    **_GLU,
+)
+GEGLU = Operator(
+    name="geglu",
+    reference=reference.geglu,
+    eager=eager.geglu,
+    styles={"torch": Style(), "tanh": Style(options={"approximate": "tanh"})},
+    defaults={"approximate": "none"},
+    gradient_terms=reference.glu_terms,
+    **_GLU,
+)
+
+_ADD = {
+    "vector_inputs": ("bias",),
+    "outputs": ("out",),
+    "output_terms": reference.add_terms,
+    "gradient_terms": reference.add_terms,
+    "has_eps": False,
+}
+BIAS_ACT = Operator(
+    name="bias_act",
+    make_inputs=bias_act_inputs,
+    reference=reference.bias_act,
+    eager=eager.bias_act,
+    row_inputs=("x",),
+    styles={
+        "torch": Style(),
+        "relu": Style(options={"activation": "relu"}),
+        "sigmoid": Style(options={"activation": "sigmoid"}),
+        "tanh": Style(options={"activation": "tanh"}),
+        "silu": Style(options={"activation": "silu"}),
+        "no_bias": Style(inputs={"bias": None}, options={"activation": "gelu_tanh"}),
+        "float32_bias": Style(inputs={"bias": torch.float32}, options={"activation": "none"}),
+    },
+    defaults={"activation": "gelu"},
+    saved=("x", "bias"),
+    **_ADD,
+)
+ADD_MUL_ACT = Operator(
+    name="add_mul_act",
+    make_inputs=add_mul_act_inputs,
+    reference=reference.add_mul_act,
+    eager=eager.add_mul_act,
+    row_inputs=("x", "y"),
+    styles={
+        "torch": Style(),
+        "none": Style(options={"activation": "none"}),
+        "gelu": Style(options={"activation": "gelu"}),
+        "no_bias": Style(inputs={"bias": None}),
+        "float32_bias": Style(inputs={"bias": torch.float32}),
+    },
+    defaults={"alpha": 0.5, "activation": "silu"},
+    saved=("x", "bias", "y"),
+    **_ADD,
+)
+
+OPERATORS = (
+    RMS_NORM,
+    FUSED_ADD_RMS_NORM,
+    POLY_NORM,
+    FUSED_MUL_POLY_NORM,
+    SILU,
+    SILU_AND_MUL,
+    SWIGLU_CLAMPED,
+    SWIGLU,
+    GEGLU,
+    BIAS_ACT,
+    ADD_MUL_ACT,
+)

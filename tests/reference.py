@@ -6,6 +6,8 @@ Where a formula rounds, it rounds to `dtype`, that of the activations, with a gr
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -226,3 +228,138 @@ def grouped_poly_norm_gradient_terms(
         for name in ("weight", "bias"):
             terms[name][e] = of_expert[name]
     return terms
+
+
+# Activations. Where a formula loses in float64 what its neighbour keeps, the neighbour stands here:
+# (1 + erf(v)) / 2 = erfc(-v) / 2, and (1 + tanh(v)) / 2 = sigmoid(2 v).
+
+ACTIVATIONS = {
+    "none": lambda u: 1 * u,
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": lambda u: 1 - 2 * torch.sigmoid(-2 * u),
+    "gelu": lambda u: u * torch.erfc(-u * math.sqrt(0.5)) / 2,
+    "gelu_tanh": lambda u: u * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)),
+    "gelu_quick": lambda u: u * torch.sigmoid(1.702 * u),
+    "silu": lambda u: u * torch.sigmoid(u),
+    "relu2": lambda u: torch.relu(u) ** 2,
+}
+
+
+def plain(activation: str):
+    return lambda x, *, dtype: ACTIVATIONS[activation](x)
+
+
+def halves(x: Tensor, gate_first: bool = True) -> tuple[Tensor, Tensor]:
+    """Gate and value of a packed `[..., 2 * dim]`."""
+    first, second = x.chunk(2, -1)
+    return (first, second) if gate_first else (second, first)
+
+
+def act_and_mul(activation: str, gate_first: bool = True):
+    def formula(x: Tensor, *, dtype) -> Tensor:
+        gate, up = halves(x, gate_first)
+        return ACTIVATIONS[activation](gate) * up
+
+    return formula
+
+
+def swiglu(gate: Tensor, up: Tensor, *, dtype) -> Tensor:
+    return ACTIVATIONS["silu"](gate) * up
+
+
+def _gelu_of(approximate: str) -> str:
+    return {"none": "gelu", "tanh": "gelu_tanh"}[approximate]
+
+
+def geglu(gate: Tensor, up: Tensor, approximate: str = "none", *, dtype) -> Tensor:
+    return ACTIVATIONS[_gelu_of(approximate)](gate) * up
+
+
+def swiglu_clamped(
+    x: Tensor, alpha: float = 1.702, limit: float = 7.0, *, interleaved: bool = True, dtype
+) -> Tensor:
+    gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else halves(x)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+def bias_act(x: Tensor, bias: Tensor | None = None, activation: str = "none", *, dtype) -> Tensor:
+    return ACTIVATIONS[activation](x if bias is None else x + bias)
+
+
+def add_mul_act(
+    x: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    alpha: float = 1.0,
+    activation: str = "none",
+    *,
+    dtype,
+) -> Tensor:
+    return ACTIVATIONS[activation]((x if bias is None else x + bias) + alpha * y)
+
+
+# The sizes of the terms: float32 noise in an argument u, relative to the largest it is made of,
+# moves f(u) by as much times f'(u), and f'(u) by as much times f''(u).
+
+
+def _terms(activation, u: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+    """Of f(u) and f'(u), with `size` that of what u is the sum of."""
+    with torch.enable_grad():
+        u = u.detach().requires_grad_()
+        value = activation(u)
+        (slope,) = torch.autograd.grad(value.sum(), u, create_graph=True)
+        curvature = None
+        if slope.requires_grad:
+            (curvature,) = torch.autograd.grad(slope.sum(), u, allow_unused=True)
+    value, slope = value.detach().abs(), slope.detach().abs()
+    curvature = torch.zeros_like(value) if curvature is None else curvature.abs()
+    return value + size * slope, slope + size * curvature
+
+
+def add_terms(x, bias=None, y=None, alpha=1.0, activation="none", *, grad_out=None, **_):
+    """Of bias_act and add_mul_act."""
+    parts = [x, *([] if bias is None else [bias]), *([] if y is None else [alpha * y])]
+    value, slope = _terms(ACTIVATIONS[activation], sum(parts), sum(part.abs() for part in parts))
+    if grad_out is None:
+        return {"out": value}
+    sizes = grad_out.abs() * slope
+    return {"x": sizes, "y": abs(alpha) * sizes, "bias": sizes.sum_to_size(sizes.shape[-1])}
+
+
+def plain_terms(activation: str):
+    return lambda x, **options: add_terms(x, activation=activation, **options)
+
+
+def _gated(activation, gate: Tensor, up: Tensor, grad_out: Tensor | None):
+    """Terms of the output; or of the gradients of gate and up."""
+    value, slope = _terms(activation, gate, gate.abs())
+    if grad_out is None:
+        return value * up.abs()
+    return grad_out.abs() * up.abs() * slope, grad_out.abs() * value
+
+
+def glu_terms(gate, up, approximate=None, *, grad_out=None, **_):
+    activation = ACTIVATIONS["silu" if approximate is None else _gelu_of(approximate)]
+    terms = _gated(activation, gate, up, grad_out)
+    return {"out": terms} if grad_out is None else {"gate": terms[0], "up": terms[1]}
+
+
+def act_and_mul_terms(activation: str, gate_first: bool = True):
+    def terms(x, *, grad_out=None, **_):
+        of_parts = _gated(ACTIVATIONS[activation], *halves(x, gate_first), grad_out)
+        if grad_out is None:
+            return {"out": of_parts}
+        return {"x": torch.cat(of_parts if gate_first else of_parts[::-1], -1)}
+
+    return terms
+
+
+def swiglu_clamped_terms(x, alpha=1.702, limit=7.0, *, interleaved=True, grad_out=None, **_):
+    gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else halves(x)
+    gate, up = gate.clamp(max=limit), 1 + up.abs().clamp(max=limit)
+    terms = _gated(lambda g: g * torch.sigmoid(alpha * g), gate, up, grad_out)
+    if grad_out is None:
+        return {"out": terms}
+    return {"x": torch.stack(terms, -1).flatten(-2) if interleaved else torch.cat(terms, -1)}

@@ -1,7 +1,9 @@
 // Schemas and registration. `*_fwd` ops return what their backward needs as well; the plain ones return the
-// results alone.
+// results alone. Where a backward needs the inputs alone, both are one function, and `*_fwd` is what
+// torch.compile sees: a registered autograd would cost every call of the plain op.
 #include <torch/csrc/stable/library.h>
 
+#include "binding/gate.h"
 #include "binding/norm.h"
 #include "binding/poly_norm.h"
 #include "registration.h"
@@ -50,6 +52,33 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "Tensor bias, Tensor rstd, bool needs_grad_x, bool needs_grad_mul, bool needs_grad_weight, "
       "bool needs_grad_bias) "
       "-> (Tensor grad_x, Tensor grad_mul, Tensor grad_weight, Tensor grad_bias)");
+
+  ops.def("activation(Tensor x, int activation) -> Tensor");
+  ops.def("activation_fwd(Tensor x, int activation) -> Tensor");
+  ops.def("activation_bwd(Tensor grad_out, Tensor x, int activation) -> Tensor");
+  ops.def("act_and_mul(Tensor x, int activation, bool gate_first) -> Tensor");
+  ops.def("act_and_mul_fwd(Tensor x, int activation, bool gate_first) -> Tensor");
+  ops.def("act_and_mul_bwd(Tensor grad_out, Tensor x, int activation, bool gate_first) -> Tensor");
+  ops.def("swiglu_clamped(Tensor x, float alpha, float limit, bool interleaved) -> Tensor");
+  ops.def("swiglu_clamped_fwd(Tensor x, float alpha, float limit, bool interleaved) -> Tensor");
+  ops.def(
+      "swiglu_clamped_bwd(Tensor grad_out, Tensor x, float alpha, float limit, bool interleaved) -> Tensor");
+  ops.def("glu(Tensor gate, Tensor up, int activation) -> Tensor");
+  ops.def("glu_fwd(Tensor gate, Tensor up, int activation) -> Tensor");
+  ops.def(
+      "glu_bwd(Tensor grad_out, Tensor gate, Tensor up, int activation, bool needs_grad_gate, "
+      "bool needs_grad_up) -> (Tensor grad_gate, Tensor grad_up)");
+  ops.def("bias_act(Tensor x, Tensor? bias, int activation) -> Tensor");
+  ops.def("bias_act_fwd(Tensor x, Tensor? bias, int activation) -> Tensor");
+  ops.def("bias_act_(Tensor(a!) x, Tensor? bias, int activation) -> ()");
+  ops.def("add_mul_act(Tensor x, Tensor? bias, Tensor y, float alpha, int activation) -> Tensor");
+  ops.def(
+      "add_mul_act_fwd(Tensor x, Tensor? bias, Tensor y, float alpha, int activation) -> Tensor");
+  ops.def("add_mul_act_(Tensor(a!) x, Tensor? bias, Tensor y, float alpha, int activation) -> ()");
+  ops.def(
+      "add_mul_act_bwd(Tensor grad_out, Tensor? x, Tensor? bias, Tensor? y, float alpha, int activation, "
+      "bool needs_grad_x, bool needs_grad_bias, bool needs_grad_y) "
+      "-> (Tensor grad_x, Tensor grad_bias, Tensor grad_y)");
 }
 
 namespace {
@@ -70,6 +99,25 @@ void implement(torch::stable::detail::StableLibrary& ops) {
   ops.impl("grouped_poly_norm", TORCH_BOX(&grouped_poly_norm));
   ops.impl("grouped_poly_norm_fwd", TORCH_BOX(&grouped_poly_norm_fwd));
   ops.impl("grouped_poly_norm_bwd", TORCH_BOX(&grouped_poly_norm_bwd));
+  ops.impl("activation", TORCH_BOX(&activation));
+  ops.impl("activation_fwd", TORCH_BOX(&activation));
+  ops.impl("activation_bwd", TORCH_BOX(&activation_bwd));
+  ops.impl("act_and_mul", TORCH_BOX(&act_and_mul));
+  ops.impl("act_and_mul_fwd", TORCH_BOX(&act_and_mul));
+  ops.impl("act_and_mul_bwd", TORCH_BOX(&act_and_mul_bwd));
+  ops.impl("swiglu_clamped", TORCH_BOX(&swiglu_clamped));
+  ops.impl("swiglu_clamped_fwd", TORCH_BOX(&swiglu_clamped));
+  ops.impl("swiglu_clamped_bwd", TORCH_BOX(&swiglu_clamped_bwd));
+  ops.impl("glu", TORCH_BOX(&glu));
+  ops.impl("glu_fwd", TORCH_BOX(&glu));
+  ops.impl("glu_bwd", TORCH_BOX(&glu_bwd));
+  ops.impl("bias_act", TORCH_BOX(&bias_act));
+  ops.impl("bias_act_fwd", TORCH_BOX(&bias_act));
+  ops.impl("bias_act_", TORCH_BOX(&bias_act_));
+  ops.impl("add_mul_act", TORCH_BOX(&add_mul_act));
+  ops.impl("add_mul_act_fwd", TORCH_BOX(&add_mul_act));
+  ops.impl("add_mul_act_", TORCH_BOX(&add_mul_act_));
+  ops.impl("add_mul_act_bwd", TORCH_BOX(&add_mul_act_bwd));
 }
 
 }  // namespace

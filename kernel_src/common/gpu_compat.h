@@ -104,6 +104,28 @@ __device__ __forceinline__ float reciprocal_sqrt(float value) {
 #endif
 }
 
+// 2^value with a relative error of two units; results below 2^-126 are zero.
+__device__ __forceinline__ float exp2_approximate(float value) {
+#if defined(USE_ROCM)
+  return exp2f(value);
+#else
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+#endif
+}
+
+// 1 / value, off by one unit at most, for values in [1, 2^126]; 0 for infinity.
+__device__ __forceinline__ float reciprocal_of_normal(float value) {
+#if defined(USE_ROCM)
+  return 1.0f / value;
+#else
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+#endif
+}
+
 // A barrier for the threads of one row of the block: those with our threadIdx.y, up to a warp or whole warps
 // of them. NOTE: at most 15 rows of more than a warp. AMD GPUs have barriers for whole blocks only, so all
 // rows of a block must meet equally often.

@@ -6,5 +6,6 @@
 #define FUSELAGE_VECTOR_BYTES 64
 
 #include "cpu/poly_norm.cpp"
+#include "cpu/activation.cpp"
 #include "cpu/rms_norm.cpp"
 #endif

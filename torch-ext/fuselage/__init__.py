@@ -1,16 +1,58 @@
 """fuselage: fused operators for transformers and diffusion models, forward and backward."""
 
 from . import layers, modules
+from .gate import (
+    add_mul_act,
+    add_mul_act_,
+    bias_act,
+    bias_act_,
+    geglu,
+    gelu,
+    gelu_and_mul,
+    gelu_quick,
+    gelu_tanh,
+    gelu_tanh_and_mul,
+    mul_and_gelu,
+    mul_and_gelu_tanh,
+    mul_and_relu,
+    mul_and_silu,
+    relu2,
+    relu_and_mul,
+    silu,
+    silu_and_mul,
+    swiglu,
+    swiglu_clamped,
+)
 from .norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm
 from .poly_norm import fused_mul_poly_norm, grouped_poly_norm, poly_norm
 
 __all__ = [
+    "add_mul_act",
+    "add_mul_act_",
+    "bias_act",
+    "bias_act_",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
     "fused_mul_poly_norm",
+    "geglu",
+    "gelu",
+    "gelu_and_mul",
+    "gelu_quick",
+    "gelu_tanh",
+    "gelu_tanh_and_mul",
     "grouped_poly_norm",
     "layers",
     "modules",
+    "mul_and_gelu",
+    "mul_and_gelu_tanh",
+    "mul_and_relu",
+    "mul_and_silu",
     "poly_norm",
+    "relu2",
+    "relu_and_mul",
     "rms_norm",
+    "silu",
+    "silu_and_mul",
+    "swiglu",
+    "swiglu_clamped",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from .gate import geglu, gelu, gelu_quick, gelu_tanh, silu, swiglu
 from .norm import rms_norm
 from .poly_norm import poly_norm
 
@@ -56,3 +57,94 @@ class PolyNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return poly_norm(x, self.weight, self.bias, self.eps)
+
+
+# Activations: the layers of transformers.activations, which have no attributes to read.
+
+
+class SiLU(torch.nn.Module):
+    """`SiLUActivation`."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return silu(input)
+
+
+class GeLU(torch.nn.Module):
+    """`GELUActivation`."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return gelu(input)
+
+
+class GeluTanh(torch.nn.Module):
+    """`GELUTanh`."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return gelu_tanh(input)
+
+
+class FastGELU(torch.nn.Module):
+    """`FastGELUActivation`: the formula of `GeluTanh`, written otherwise."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return gelu_tanh(input)
+
+
+class QuickGELU(torch.nn.Module):
+    """`QuickGELUActivation`."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return gelu_quick(input)
+
+
+class NewGELU(torch.nn.Module):
+    """`NewGELUActivation`: the formula of `GeluTanh`, written otherwise."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return gelu_tanh(input)
+
+
+class SwiGLUMLP(torch.nn.Module):
+    """Llama's MLP and its kin: `down_proj(silu(gate_proj(x)) * up_proj(x))`."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    gate_proj: torch.nn.Module
+    up_proj: torch.nn.Module
+    down_proj: torch.nn.Module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class GeGLUMLP(torch.nn.Module):
+    """Gemma's MLP and its kin: `down_proj(gelu_tanh(gate_proj(x)) * up_proj(x))`."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    gate_proj: torch.nn.Module
+    up_proj: torch.nn.Module
+    down_proj: torch.nn.Module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), approximate="tanh"))

@@ -6,6 +6,7 @@ from typing import Optional
 
 import torch
 
+from .gate import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from .norm import fused_add_rms_norm, rms_norm
 from .poly_norm import fused_mul_poly_norm, grouped_poly_norm, poly_norm
 
@@ -197,3 +198,30 @@ class GroupedPolyNorm(torch.nn.Module):
         if self.hidden_clamp is not None:
             text += f", hidden_clamp={self.hidden_clamp}"
         return text + (", mul_first=True" if self.mul_first else "")
+
+
+class SiluAndMul(torch.nn.Module):
+    """`silu_and_mul`: `[..., 2 * dim] -> [..., dim]`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(x)
+
+
+class GeluAndMul(torch.nn.Module):
+    """`[..., 2 * dim] -> [..., dim]`: `gelu_and_mul`, or `gelu_tanh_and_mul`.
+
+    Args:
+        approximate: "none" or "tanh".
+    """
+
+    def __init__(self, approximate: str = "none"):
+        super().__init__()
+        if approximate not in ("none", "tanh"):
+            raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+        self.approximate = approximate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gelu_and_mul(x) if self.approximate == "none" else gelu_tanh_and_mul(x)
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"

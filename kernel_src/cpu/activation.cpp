@@ -1,0 +1,351 @@
+// The gate family on the CPU, forward and backward: formulas in gate/activation.h. Compiled once per
+// instruction set: see isa.h.
+
+#include "cpu/activation.h"
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "cpu/isa.h"
+#include "cpu/vector.h"
+#include "gate/activation.h"
+#include "gate/activation_math.h"
+
+namespace fuselage::cpu {
+
+struct ActivationFunctions {
+  void (*forward)(const ActivationForward& p, int64_t begin, int64_t end);
+  void (*backward)(const ActivationBackward& p, int64_t begin, int64_t end);
+  void (*backward_chunk)(const ActivationBackward& p, int64_t begin, int64_t end);
+  void (*backward_bias)(const ActivationBackward& p, int64_t begin, int64_t end);
+};
+
+namespace FUSELAGE_ISA {
+
+// e^v for v <= 0: 2^k e^r with |r| <= ln(2) / 2, and a polynomial with a relative error of 3.1e-9.
+// Subnormal results are right to their last bit or two; a NaN stays one.
+FUSELAGE_INLINE Floats exp_negative(Floats v) {
+  const Floats lowest = broadcast(-104.0f);  // where the result is zero
+  v = v < lowest ? lowest : v;
+  // Adding and taking away 1.5 * 2^23 rounds to an integer, which is left in the low bits.
+  const Floats shifted = v * 1.4426950408889634f + 0x1.8p23f;
+  const Floats k = shifted - 0x1.8p23f;
+  const Floats r = (v - k * 0.693359375f) + k * 2.12194440e-4f;
+  Floats p = 1.381452823e-3f * r + 8.368750559e-3f;
+  p = p * r + 4.166839132e-2f;
+  p = p * r + 1.666652035e-1f;
+  p = p * r + 4.999999343e-1f;
+  p = 1.0f + (r + r * r * p);
+  // 2^k in two steps: the second may make a subnormal, which no exponent field can express.
+  typedef int32_t Integers __attribute__((vector_size(FUSELAGE_VECTOR_BYTES)));
+  const Integers exponent = (Integers)shifted - (Integers)broadcast(0x1.8p23f);
+  const Integers half = exponent >> 1;
+  const Floats first = (Floats)((half + 127) << 23);
+  const Floats second = (Floats)((exponent - half + 127) << 23);
+  return p * first * second;
+}
+
+struct ActivationMath {
+  using Floats = FUSELAGE_ISA::Floats;
+  static FUSELAGE_INLINE Floats exp_negative(Floats v) { return FUSELAGE_ISA::exp_negative(v); }
+  static FUSELAGE_INLINE Floats exp_minus_half_square(Floats v) {
+    return FUSELAGE_ISA::exp_negative(-0.5f * v * v);
+  }
+  static FUSELAGE_INLINE Floats reciprocal(Floats v) { return 1.0f / v; }
+  static FUSELAGE_INLINE Floats absolute(Floats v) { return (Floats)((Words)v & 0x7fffffff); }
+  static FUSELAGE_INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+};
+
+// Two vectors whose elements take turns in memory.
+struct ActivationPair {
+  Floats x, y;
+};
+
+// The lanes of a vector of pairs that hold the first `count` numbers of 2 * kLanes.
+template <class T>
+FUSELAGE_INLINE Floats activation_load_some(const T* from, int count) {
+  if (count >= kLanes) return load(from, AllLanes{});
+  if (count <= 0) return Floats{};
+  return load(from, FirstLanes{count});
+}
+
+template <class T>
+FUSELAGE_INLINE void activation_store_some(T* to, Floats value, int count) {
+  if (count >= kLanes) return store(to, value, AllLanes{});
+  if (count > 0) store(to, value, FirstLanes{count});
+}
+
+template <class T, class Lanes>
+FUSELAGE_INLINE ActivationPair activation_load_pairs(const T* from, Lanes lanes) {
+  const int count = 2 * static_cast<int>(count_of(lanes));
+  float turns[2 * kLanes], x[kLanes], y[kLanes];
+  store(turns, activation_load_some(from, count), AllLanes{});
+  store(turns + kLanes, activation_load_some(from + kLanes, count - kLanes), AllLanes{});
+  for (int i = 0; i < kLanes; ++i) {
+    x[i] = turns[2 * i];
+    y[i] = turns[2 * i + 1];
+  }
+  return {load(x, AllLanes{}), load(y, AllLanes{})};
+}
+
+template <class T, class Lanes>
+FUSELAGE_INLINE void activation_store_pairs(T* to, const ActivationPair& pair, Lanes lanes) {
+  const int count = 2 * static_cast<int>(count_of(lanes));
+  float turns[2 * kLanes], x[kLanes], y[kLanes];
+  store(x, pair.x, AllLanes{});
+  store(y, pair.y, AllLanes{});
+  for (int i = 0; i < kLanes; ++i) {
+    turns[2 * i] = x[i];
+    turns[2 * i + 1] = y[i];
+  }
+  activation_store_some(to, load(turns, AllLanes{}), count);
+  activation_store_some(to + kLanes, load(turns + kLanes, AllLanes{}), count - kLanes);
+}
+
+// The inputs of the columns from i on; what is not there is zero.
+template <class T, class Params, class Lanes>
+FUSELAGE_INLINE ActivationPair activation_load(const Params& p, const T* x, const T* y, int64_t i,
+                                               Lanes lanes) {
+  if (p.interleaved) return activation_load_pairs(x + 2 * i, lanes);
+  return {load(x + i, lanes), y == nullptr ? Floats{} : load(y + i, lanes)};
+}
+
+template <class T, class Params, class Lanes>
+FUSELAGE_INLINE Floats activation_load_bias(const Params& p, int64_t i, Lanes lanes) {
+  if (p.bias == nullptr) return Floats{};
+  if (p.bias_dtype == DType::float32) return load(static_cast<const float*>(p.bias) + i, lanes);
+  return load(static_cast<const T*>(p.bias) + i, lanes);
+}
+
+// Row `row` of a tensor that may be null.
+template <class T>
+FUSELAGE_INLINE const T* activation_row(const void* tensor, int64_t row, int64_t stride) {
+  return tensor == nullptr ? nullptr : static_cast<const T*>(tensor) + row * stride;
+}
+template <class T>
+FUSELAGE_INLINE T* activation_row(void* tensor, int64_t row, int64_t stride) {
+  return tensor == nullptr ? nullptr : static_cast<T*>(tensor) + row * stride;
+}
+
+// body(row, first column, end column) for the pieces [begin, end).
+template <class Body>
+FUSELAGE_INLINE void activation_for_each_piece(int64_t dim, int64_t begin, int64_t end, Body body) {
+  const int64_t pieces_in_row = (dim + kActivationColumns - 1) / kActivationColumns;
+  for (int64_t piece = begin; piece < end; ++piece) {
+    const int64_t first = piece % pieces_in_row * kActivationColumns;
+    const int64_t columns = dim - first < kActivationColumns ? dim - first : kActivationColumns;
+    body(piece / pieces_in_row, first, first + columns);
+  }
+}
+
+template <class T, class Formula>
+static void activation_forward_pieces(const ActivationForward& p, int64_t begin, int64_t end) {
+  const Scalars scalars = {p.alpha, p.limit};
+  activation_for_each_piece(p.dim, begin, end, [&](int64_t row, int64_t first, int64_t last) {
+    const T* x = activation_row<T>(p.x, row, p.x_stride);
+    const T* y = activation_row<T>(p.y, row, p.y_stride);
+    T* out = activation_row<T>(p.out, row, p.out_stride);
+    for_each_vector(first, last, [&](int64_t i, auto lanes) {
+      const ActivationPair in = activation_load(p, x, y, i, lanes);
+      const Floats bias = activation_load_bias<T>(p, i, lanes);
+      store(out + i, Formula::forward(in.x, in.y, bias, scalars), lanes);
+    });
+  });
+}
+
+// Columns [first, last) of rows [row, row + kRows). Adds grad_x to `partial` [dim], unless that is null;
+// `fresh`: it holds nothing yet.
+template <int kRows, class T, class Formula>
+FUSELAGE_INLINE void activation_backward_rows(const ActivationBackward& p, int64_t row,
+                                              int64_t first, int64_t last, float* partial,
+                                              bool fresh) {
+  const Scalars scalars = {p.alpha, p.limit};
+  const T* grad_out[kRows];
+  const T* x[kRows];
+  const T* y[kRows];
+  T* grad_x[kRows];
+  T* grad_y[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    grad_out[r] = activation_row<T>(p.grad_out, row + r, p.grad_out_stride);
+    x[r] = activation_row<T>(p.x, row + r, p.x_stride);
+    y[r] = activation_row<T>(p.y, row + r, p.y_stride);
+    grad_x[r] = activation_row<T>(p.grad_x, row + r, p.grad_x_stride);
+    grad_y[r] = activation_row<T>(p.grad_y, row + r, p.grad_y_stride);
+  }
+  for_each_vector(first, last, [&](int64_t i, auto lanes) {
+    Floats bias = {}, sum = {};
+    if constexpr (Formula::kReadsInputs) bias = activation_load_bias<T>(p, i, lanes);
+    for (int r = 0; r < kRows; ++r) {
+      ActivationPair in = {}, grad;
+      if constexpr (Formula::kReadsInputs) in = activation_load(p, x[r], y[r], i, lanes);
+      Formula::backward(load(grad_out[r] + i, lanes), in.x, in.y, bias, scalars, grad.x, grad.y);
+      sum += grad.x;
+      if (p.interleaved) {
+        activation_store_pairs(grad_x[r] + 2 * i, grad, lanes);
+        continue;
+      }
+      if (grad_x[r] != nullptr) store(grad_x[r] + i, grad.x, lanes);
+      if (grad_y[r] != nullptr) store(grad_y[r] + i, grad.y, lanes);
+    }
+    if (partial == nullptr) return;
+    if (!fresh) sum += load(partial + i, lanes);
+    store(partial + i, sum, lanes);
+  });
+}
+
+template <class T, class Formula>
+static void activation_backward_pieces(const ActivationBackward& p, int64_t begin, int64_t end) {
+  activation_for_each_piece(p.dim, begin, end, [&](int64_t row, int64_t first, int64_t last) {
+    activation_backward_rows<1, T, Formula>(p, row, first, last, nullptr, true);
+  });
+}
+
+template <class T, class Formula>
+static void activation_backward_chunks_of(const ActivationBackward& p, int64_t begin, int64_t end) {
+  constexpr int kRows = 4;  // at once, so that the partial sums are read and written less often
+  for (int64_t chunk = begin; chunk < end; ++chunk) {
+    const int64_t first = p.rows * chunk / p.partial_count;
+    const int64_t last = p.rows * (chunk + 1) / p.partial_count;
+    float* partial = p.partials + chunk * p.dim;
+    int64_t row = first;
+    for (; row + kRows <= last; row += kRows) {
+      activation_backward_rows<kRows, T, Formula>(p, row, 0, p.dim, partial, row == first);
+    }
+    for (; row < last; ++row) {
+      activation_backward_rows<1, T, Formula>(p, row, 0, p.dim, partial, row == first);
+    }
+  }
+}
+
+// In float64, for a strip of columns at a time.
+template <class B>
+static void activation_backward_bias_columns(const ActivationBackward& p, int64_t column_begin,
+                                             int64_t column_end) {
+  constexpr int64_t kStrip = 512;
+  B* grad_bias = static_cast<B*>(p.grad_bias);
+  for (int64_t begin = column_begin; begin < column_end; begin += kStrip) {
+    const int64_t size = column_end - begin < kStrip ? column_end - begin : kStrip;
+    double total[kStrip] = {};
+    for (int64_t chunk = 0; chunk < p.partial_count; ++chunk) {
+      const float* partial = p.partials + chunk * p.dim + begin;
+      for (int64_t i = 0; i < size; ++i) total[i] += partial[i];
+    }
+    float sum[kStrip];
+    for (int64_t i = 0; i < size; ++i) sum[i] = static_cast<float>(total[i]);
+    for_each_vector(0, size, [&](int64_t i, auto lanes) {
+      store(grad_bias + begin + i, load(sum + i, lanes), lanes);
+    });
+  }
+}
+
+// From the types in the params to template arguments: visit(T{}, Formula{}). The binding lets no other
+// combination through.
+
+template <class Params, class Visit>
+FUSELAGE_INLINE void activation_visit_formula(const Params& p, Visit visit) {
+  using M = ActivationMath;
+  if (p.formula == Formula::clamped_gate) return visit(ClampedGateFormula<M>{});
+  if (p.formula == Formula::gate) {
+    switch (p.activation) {
+      case Activation::relu: return visit(GateFormula<M, Activation::relu>{});
+      case Activation::gelu: return visit(GateFormula<M, Activation::gelu>{});
+      case Activation::gelu_tanh: return visit(GateFormula<M, Activation::gelu_tanh>{});
+      case Activation::silu: return visit(GateFormula<M, Activation::silu>{});
+      default: __builtin_trap();
+    }
+  }
+  switch (p.activation) {
+    case Activation::none: return visit(AddFormula<M, Activation::none>{});
+    case Activation::relu: return visit(AddFormula<M, Activation::relu>{});
+    case Activation::sigmoid: return visit(AddFormula<M, Activation::sigmoid>{});
+    case Activation::tanh: return visit(AddFormula<M, Activation::tanh>{});
+    case Activation::gelu: return visit(AddFormula<M, Activation::gelu>{});
+    case Activation::gelu_tanh: return visit(AddFormula<M, Activation::gelu_tanh>{});
+    case Activation::gelu_quick: return visit(AddFormula<M, Activation::gelu_quick>{});
+    case Activation::silu: return visit(AddFormula<M, Activation::silu>{});
+    case Activation::relu2: return visit(AddFormula<M, Activation::relu2>{});
+  }
+}
+
+template <class Params, class Visit>
+FUSELAGE_INLINE void activation_visit(const Params& p, Visit visit) {
+  activation_visit_formula(p, [&](auto formula) {
+    switch (p.dtype) {
+      case DType::float32: return visit(float{}, formula);
+      case DType::float16: return visit(Float16{}, formula);
+      case DType::bfloat16: return visit(BFloat16{}, formula);
+    }
+  });
+}
+
+static void activation_forward(const ActivationForward& p, int64_t begin, int64_t end) {
+  activation_visit(p, [&](auto t, auto formula) {
+    activation_forward_pieces<decltype(t), decltype(formula)>(p, begin, end);
+  });
+}
+
+static void activation_backward(const ActivationBackward& p, int64_t begin, int64_t end) {
+  activation_visit(p, [&](auto t, auto formula) {
+    activation_backward_pieces<decltype(t), decltype(formula)>(p, begin, end);
+  });
+}
+
+static void activation_backward_chunk(const ActivationBackward& p, int64_t begin, int64_t end) {
+  activation_visit(p, [&](auto t, auto formula) {
+    activation_backward_chunks_of<decltype(t), decltype(formula)>(p, begin, end);
+  });
+}
+
+static void activation_backward_bias(const ActivationBackward& p, int64_t begin, int64_t end) {
+  switch (p.bias_dtype) {
+    case DType::float32: return activation_backward_bias_columns<float>(p, begin, end);
+    case DType::float16: return activation_backward_bias_columns<Float16>(p, begin, end);
+    case DType::bfloat16: return activation_backward_bias_columns<BFloat16>(p, begin, end);
+  }
+}
+
+extern const ActivationFunctions activation_functions;
+const ActivationFunctions activation_functions = {
+    activation_forward, activation_backward, activation_backward_chunk, activation_backward_bias};
+
+}  // namespace FUSELAGE_ISA
+
+// The public functions
+
+#if FUSELAGE_ISA_IS_BASELINE
+
+FUSELAGE_PICK_ISA(ActivationFunctions, activation_functions)
+
+int64_t activation_pieces(int64_t rows, int64_t dim) {
+  return rows * ((dim + kActivationColumns - 1) / kActivationColumns);
+}
+
+void activation_forward(const ActivationForward& p, int64_t begin, int64_t end) {
+  functions_of_this_cpu().forward(p, begin, end);
+}
+
+void activation_backward(const ActivationBackward& p, int64_t begin, int64_t end) {
+  functions_of_this_cpu().backward(p, begin, end);
+}
+
+// Enough chunks for many cores, and enough rows in each that its partial sums are small beside them. The
+// most rows keep the float32 sum over a chunk short, however many rows there are.
+int64_t activation_backward_chunks(int64_t rows) {
+  constexpr int64_t kChunks = 64, kLeastRows = 8, kMostRows = 128;
+  int64_t chunk_rows = (rows + kChunks - 1) / kChunks;
+  if (chunk_rows < kLeastRows) chunk_rows = kLeastRows;
+  if (chunk_rows > kMostRows) chunk_rows = kMostRows;
+  return (rows + chunk_rows - 1) / chunk_rows;
+}
+
+void activation_backward_chunk(const ActivationBackward& p, int64_t begin, int64_t end) {
+  functions_of_this_cpu().backward_chunk(p, begin, end);
+}
+
+void activation_backward_bias(const ActivationBackward& p, int64_t begin, int64_t end) {
+  functions_of_this_cpu().backward_bias(p, begin, end);
+}
+
+#endif
+
+}  // namespace fuselage::cpu

@@ -1,0 +1,197 @@
+// The activations and their slopes, written once for the GPU and the CPU.
+//
+// `Math` says what they are computed with: `Math::Floats`, one float32 or a vector of them, and
+//   exp_negative(v)           e^v for v <= 0
+//   exp_minus_half_square(v)  e^(-v^2 / 2)
+//   reciprocal(v)             1 / v for v in [1, inf]
+//   absolute(v), smaller(a, b)
+//
+// Large arguments: everything is built on e^-|v|, which does not overflow, so results have no inf or NaN that
+// the formula has not. Nothing is got by subtracting from one what is close to it, so that the tails are
+// relatively accurate, as if the argument had been rounded to float32 once more.
+//
+// NOTE: included by CPU code, where functions must live in the namespace of the instruction set: cpu/isa.h.
+#pragma once
+
+#include "gate/activation.h"
+
+#if defined(__CUDACC__) || defined(__HIPCC__)
+#define FUSELAGE_MATH __device__ __forceinline__
+#define FUSELAGE_MATH_NAMESPACE fuselage
+#else
+#define FUSELAGE_MATH FUSELAGE_INLINE
+#define FUSELAGE_MATH_NAMESPACE fuselage::cpu::FUSELAGE_ISA
+#endif
+
+namespace FUSELAGE_MATH_NAMESPACE {
+
+template <class Floats>
+struct ValueAndSlope {
+  Floats value, slope;
+};
+
+// sigmoid(v), and sigmoid(-v) = 1 - sigmoid(v) as accurately.
+template <class Floats>
+struct Sigmoid {
+  Floats of, of_minus;
+};
+
+template <class Math, class Floats = typename Math::Floats>
+FUSELAGE_MATH Sigmoid<Floats> sigmoid_of(Floats v) {
+  const Floats e = Math::exp_negative(-Math::absolute(v));
+  const Floats larger = Math::reciprocal(1.0f + e);
+  const Floats lesser = e * larger;
+  return {v < 0.0f ? lesser : larger, v < 0.0f ? larger : lesser};
+}
+
+// tanh(v) = v + v^3 P(v^2) where |v| is small, and (1 - e) / (1 + e) with e = e^(-2 |v|) elsewhere. P has a
+// relative error of 4.4e-9 (fitted by weighted least squares, as all polynomials here).
+template <class Math, class Floats = typename Math::Floats>
+FUSELAGE_MATH ValueAndSlope<Floats> tanh_of(Floats v) {
+  const Floats size = Math::absolute(v);
+  const Floats e = Math::exp_negative(-2.0f * size);
+  const Floats r = Math::reciprocal(1.0f + e);
+  const Floats large = (1.0f - e) * r;
+  const Floats square = v * v;
+  Floats p = -5.704987418e-3f * square + 2.063908765e-2f;
+  p = p * square - 5.373971522e-2f;
+  p = p * square + 1.333144220e-1f;
+  p = p * square - 3.333328194e-1f;
+  const Floats small = v + v * (square * p);
+  const Floats value = size < 0.625f ? small : (v < 0.0f ? -large : large);
+  return {value, 4.0f * e * r * r};
+}
+
+// The normal distribution: Phi(v), and its density. Phi(-a) = e^(-a^2 / 2) R(a) for a >= 0, where R is a
+// polynomial in t = 1 / (1 + 0.35 a), with a relative error of 3.2e-8.
+template <class Math, class Floats = typename Math::Floats>
+FUSELAGE_MATH ValueAndSlope<Floats> normal_distribution_of(Floats v) {
+  const Floats t = Math::reciprocal(1.0f + 0.35f * Math::absolute(v));
+  Floats p = -2.915788572e-2f * t + 1.440309192e-1f;
+  p = p * t - 2.558390029e-1f;
+  p = p * t + 1.593196939e-1f;
+  p = p * t - 2.321235207e-2f;
+  p = p * t + 1.055525015e-1f;
+  p = p * t + 1.198212879e-1f;
+  p = p * t + 1.398635154e-1f;
+  p = p * t + 1.396213068e-1f;
+  const Floats e = Math::exp_minus_half_square(v);
+  const Floats tail = e * (t * p);
+  return {v < 0.0f ? tail : 1.0f - tail, 3.989422804e-1f * e};
+}
+
+// act(v) and act'(v). What is not used of the two is not computed.
+template <class Math, Activation kActivation, class Floats = typename Math::Floats>
+FUSELAGE_MATH ValueAndSlope<Floats> activate(Floats v) {
+  const Floats zero = {};
+  if constexpr (kActivation == Activation::none) {
+    return {v, zero + 1.0f};
+  } else if constexpr (kActivation == Activation::relu) {
+    return {v < 0.0f ? zero : v, v > 0.0f ? zero + 1.0f : zero};
+  } else if constexpr (kActivation == Activation::relu2) {
+    const Floats positive = v < 0.0f ? zero : v;
+    return {positive * positive, 2.0f * positive};
+  } else if constexpr (kActivation == Activation::sigmoid) {
+    const Sigmoid<Floats> s = sigmoid_of<Math>(v);
+    return {s.of, s.of * s.of_minus};
+  } else if constexpr (kActivation == Activation::tanh) {
+    return tanh_of<Math>(v);
+  } else if constexpr (kActivation == Activation::gelu) {
+    const ValueAndSlope<Floats> normal = normal_distribution_of<Math>(v);
+    return {v * normal.value, normal.value + v * normal.slope};
+  } else if constexpr (kActivation == Activation::silu) {
+    const Sigmoid<Floats> s = sigmoid_of<Math>(v);
+    const Floats value = v * s.of;
+    return {value, s.of + value * s.of_minus};
+  } else if constexpr (kActivation == Activation::gelu_quick) {
+    const Sigmoid<Floats> s = sigmoid_of<Math>(1.702f * v);
+    const Floats value = v * s.of;
+    return {value, s.of + 1.702f * (value * s.of_minus)};
+  } else {
+    static_assert(kActivation == Activation::gelu_tanh, "an activation is missing here");
+    // (1 + tanh(w)) / 2 = sigmoid(2 w), with w = sqrt(2 / pi) (v + 0.044715 v^3)
+    const Floats square = v * v;
+    const Sigmoid<Floats> s = sigmoid_of<Math>(v * (7.135481283e-2f * square + 1.595769122f));
+    const Floats value = v * s.of;
+    // Bounded, because its factor is zero where it would be infinite.
+    const Floats slope_of_argument =
+        Math::smaller(2.140644385e-1f * square + 1.595769122f, zero + 1e30f);
+    return {value, s.of + value * s.of_minus * slope_of_argument};
+  }
+}
+
+// The formulas of gate/activation.h.
+
+struct Scalars {
+  float alpha, limit;
+};
+
+template <class Math, Activation kActivation>
+struct AddFormula {
+  using Floats = typename Math::Floats;
+  static constexpr bool kHasBias = true;
+  static constexpr bool kReadsInputs = kActivation != Activation::none;  // in the backward
+
+  static FUSELAGE_MATH Floats forward(Floats x, Floats y, Floats bias, const Scalars& scalars) {
+    return activate<Math, kActivation>(x + bias + scalars.alpha * y).value;
+  }
+  static FUSELAGE_MATH void backward(Floats grad_out, Floats x, Floats y, Floats bias,
+                                     const Scalars& scalars, Floats& grad_x, Floats& grad_y) {
+    grad_x = grad_out;
+    if constexpr (kReadsInputs)
+      grad_x = grad_out * activate<Math, kActivation>(x + bias + scalars.alpha * y).slope;
+    grad_y = scalars.alpha * grad_x;
+  }
+};
+
+template <class Math, Activation kActivation>
+struct GateFormula {
+  using Floats = typename Math::Floats;
+  static constexpr bool kHasBias = false;
+  static constexpr bool kReadsInputs = true;
+
+  static FUSELAGE_MATH Floats forward(Floats x, Floats y, Floats, const Scalars&) {
+    return activate<Math, kActivation>(x).value * y;
+  }
+  static FUSELAGE_MATH void backward(Floats grad_out, Floats x, Floats y, Floats, const Scalars&,
+                                     Floats& grad_x, Floats& grad_y) {
+    const ValueAndSlope<Floats> act = activate<Math, kActivation>(x);
+    grad_x = grad_out * y * act.slope;
+    grad_y = grad_out * act.value;
+  }
+};
+
+template <class Math>
+struct ClampedGateFormula {
+  using Floats = typename Math::Floats;
+  static constexpr bool kHasBias = false;
+  static constexpr bool kReadsInputs = true;
+
+  struct Terms {
+    Floats g, u;
+    Sigmoid<Floats> s;
+  };
+  // NOTE: comparisons that a NaN passes unchanged.
+  static FUSELAGE_MATH Terms terms(Floats x, Floats y, const Scalars& scalars) {
+    const Floats limit = Floats{} + scalars.limit;
+    const Floats g = x > limit ? limit : x;
+    const Floats u = y > limit ? limit : (y < -limit ? -limit : y);
+    return {g, u, sigmoid_of<Math>(scalars.alpha * g)};
+  }
+  static FUSELAGE_MATH Floats forward(Floats x, Floats y, Floats, const Scalars& scalars) {
+    const Terms t = terms(x, y, scalars);
+    return t.g * t.s.of * (t.u + 1.0f);
+  }
+  // The slope of a clamp is one at its limits, as PyTorch's.
+  static FUSELAGE_MATH void backward(Floats grad_out, Floats x, Floats y, Floats,
+                                     const Scalars& scalars, Floats& grad_x, Floats& grad_y) {
+    const Floats limit = Floats{} + scalars.limit, zero = {};
+    const Terms t = terms(x, y, scalars);
+    const Floats value = t.g * t.s.of;
+    const Floats slope = t.s.of + scalars.alpha * (value * t.s.of_minus);
+    grad_x = x > limit ? zero : grad_out * (t.u + 1.0f) * slope;
+    grad_y = Math::absolute(y) > limit ? zero : grad_out * value;
+  }
+};
+
+}  // namespace FUSELAGE_MATH_NAMESPACE

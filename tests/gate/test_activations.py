@@ -1,0 +1,254 @@
+"""Plain and gated activations: every function, how they relate, and their tails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import (
+    DTYPES,
+    assert_close,
+    assert_same_bits,
+    check_gradients,
+    check_values,
+    each_dtype,
+    each_operator,
+    normal,
+    on_devices,
+)
+from operators import GEGLU, SWIGLU_CLAMPED, act_and_mul_operator, plain_operator
+from reference import ACTIVATIONS, add_terms, swiglu_clamped_terms
+
+GATES = ("silu", "gelu", "gelu_tanh", "relu")
+PLAIN = [plain_operator(name) for name in ("gelu", "gelu_tanh", "gelu_quick", "relu2")]
+PACKED = [act_and_mul_operator(name, gate_first) for name in GATES for gate_first in (True, False)]
+
+
+@pytest.mark.kernels_ci
+@each_operator([*PLAIN, *PACKED])
+@each_dtype
+@on_devices((1, 7, 96, 1000, 4097), (1, 7, 8, 96, 1000, 2056, 4096, 4097, 11008, 65544))
+def test_every_function(fuselage, device, op, dtype, dim):
+    for rows in (1, 5):
+        inputs = op.inputs((rows, dim), dtype, device)
+        check_values(op, fuselage, inputs, {})
+        check_gradients(op, fuselage, inputs, {})
+
+
+@each_operator(PACKED)
+@each_dtype
+def test_a_packed_tensor_of_a_wider_one(fuselage, device, op, dtype):
+    for begin in (0, 1, 8):
+        wide = normal((5, 3, 2 * 96 + 16), dtype, device)
+        inputs = {"x": wide[..., begin : begin + 2 * 96]}
+        check_values(op, fuselage, inputs, {})
+        check_gradients(op, fuselage, inputs, {})
+
+
+def with_gradients(function, *inputs):
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    out = function(*leaves)
+    grad_out = normal(out.shape, out.dtype, "cpu").to(out.device)
+    torch.manual_seed(1)
+    return out.detach(), torch.autograd.grad(out, leaves, grad_out)
+
+
+@pytest.mark.kernels_ci
+@each_dtype
+@on_devices((5, 96, 4097), (5, 96, 4096, 4097, 14336))
+def test_packed_and_apart_have_the_same_bits(fuselage, device, dtype, dim):
+    gate, up = normal((19, dim), dtype, device), normal((19, dim), dtype, device)
+    pairs = (
+        (fuselage.swiglu, fuselage.silu_and_mul, fuselage.mul_and_silu),
+        (fuselage.geglu, fuselage.gelu_and_mul, fuselage.mul_and_gelu),
+        (
+            lambda gate, up: fuselage.geglu(gate, up, approximate="tanh"),
+            fuselage.gelu_tanh_and_mul,
+            fuselage.mul_and_gelu_tanh,
+        ),
+    )
+    for apart, gate_first, gate_last in pairs:
+        torch.manual_seed(1)
+        out, (grad_gate, grad_up) = with_gradients(apart, gate, up)
+        first, (grad_first,) = with_gradients(gate_first, torch.cat([gate, up], -1))
+        last, (grad_last,) = with_gradients(gate_last, torch.cat([up, gate], -1))
+        assert_same_bits(first, out, "gate first")
+        assert_same_bits(last, out, "gate last")
+        assert_same_bits(grad_first, torch.cat([grad_gate, grad_up], -1), "gradient, gate first")
+        assert_same_bits(grad_last, torch.cat([grad_up, grad_gate], -1), "gradient, gate last")
+
+
+@pytest.mark.kernels_ci
+@each_dtype
+@on_devices((1, 5, 96, 4097), (1, 5, 96, 2880, 4096, 4097))
+def test_interleaved_and_halves_have_the_same_bits(fuselage, device, dtype, dim):
+    x = 3 * normal((19, 2 * dim), dtype, device)
+    halves = torch.cat([x[:, ::2], x[:, 1::2]], -1)
+    torch.manual_seed(1)
+    out, (grad_x,) = with_gradients(fuselage.swiglu_clamped, x)
+    expected, (grad_halves,) = with_gradients(
+        lambda x: fuselage.swiglu_clamped(x, interleaved=False), halves
+    )
+    assert_same_bits(out, expected, "out")
+    assert_same_bits(torch.cat([grad_x[:, ::2], grad_x[:, 1::2]], -1), grad_halves, "gradient")
+
+
+@each_dtype
+@pytest.mark.parametrize("begin", [0, 1, 2, 8])
+@on_devices((5, 96), (5, 96, 2880))
+def test_interleaved_rows_of_a_wider_tensor(fuselage, device, dtype, begin, dim):
+    wide = normal((19, 2 * dim + 11), dtype, device)
+    inputs = {"x": wide[:, begin : begin + 2 * dim]}
+    check_values(SWIGLU_CLAMPED, fuselage, inputs, {})
+    check_gradients(SWIGLU_CLAMPED, fuselage, inputs, {})
+
+
+def test_the_clamp_passes_gradients_at_its_limits(fuselage, device):
+    """As torch.clamp: none beyond a limit, the gradient at the limit itself."""
+    gate = torch.tensor([1.5, 2.0, 2.5, -2.5, -2.0], device=device)
+    up = torch.tensor([0.5, 2.0, 2.5, -2.5, -2.0], device=device)
+    x = torch.stack([gate, up], -1).flatten().requires_grad_()
+    fuselage.swiglu_clamped(x, limit=2.0).sum().backward()
+    grad_gate, grad_up = x.grad[::2], x.grad[1::2]
+    assert (grad_gate != 0).tolist() == [True, True, False, True, True]
+    assert (grad_up != 0).tolist() == [True, True, False, False, True]
+
+
+def test_gpt_oss(fuselage, device):
+    """The layer of transformers itself."""
+    gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    experts = gpt_oss.GptOssExperts.__new__(gpt_oss.GptOssExperts)
+    torch.nn.Module.__init__(experts)
+    experts.alpha, experts.limit = 1.702, 7.0
+    x = 5 * normal((64, 2 * 2880), torch.float32, device)
+    terms = swiglu_clamped_terms(x.double())["out"]
+    expected = experts._apply_gate(x.double())
+    assert_close(fuselage.swiglu_clamped(x), expected, "out", terms=terms)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("silu", "silu"),
+        ("gelu", "gelu"),
+        ("gelu_python", "gelu"),
+        ("gelu_new", "gelu_tanh"),
+        ("gelu_fast", "gelu_tanh"),
+        ("gelu_pytorch_tanh", "gelu_tanh"),
+        ("gelu_accurate", "gelu_tanh"),
+        ("quick_gelu", "gelu_quick"),
+        ("relu2", "relu2"),
+    ],
+)
+def test_the_names_of_transformers(fuselage, device, name, function):
+    activations = pytest.importorskip("transformers.activations")
+    x = normal((64, 96), torch.float32, device)
+    expected = activations.ACT2FN[name](x.double())
+    terms = add_terms(x.double(), activation=function)["out"]
+    # gelu_fast writes sqrt(2 / pi) with ten digits.
+    assert_close(getattr(fuselage, function)(x), expected, name, terms=terms)
+
+
+# Tails
+
+# What is smaller than this may be flushed to zero.
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+
+# Slopes that are the same on both sides of zero, and the side on which float64 autograd does not
+# subtract from one what is close to it.
+ACCURATE_SIDE = {"sigmoid": -1, "tanh": 1}
+
+
+def sweep(device) -> torch.Tensor:
+    ends = torch.tensor([1e4, 1e10, 1e19, 1e30, 3e38])
+    steps = torch.cat([torch.linspace(0, 1, 4001), torch.linspace(1, 128, 40001), ends])
+    return torch.cat([-steps.flip(0), steps]).to(device)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "none"])
+@each_dtype
+def test_tails(fuselage, device, activation, dtype):
+    """From -3e38 to 3e38: as if the argument were rounded once more, or flushed to zero."""
+    x = sweep(device)
+    x = x[x.abs() <= torch.finfo(dtype).max].to(dtype)
+    leaf = x.clone().requires_grad_()
+    out = fuselage.bias_act(leaf, None, activation)
+    out.sum().backward()
+    exact = x.double().requires_grad_()
+    expected = ACTIVATIONS[activation](exact)
+    mirrored = x.double()
+    if activation in ACCURATE_SIDE:
+        mirrored = ACCURATE_SIDE[activation] * mirrored.abs()
+    mirrored.requires_grad_()
+    # Where the float64 formula of a slope is NaN, it is a product of zero and infinity.
+    (slope,) = torch.autograd.grad(ACTIVATIONS[activation](mirrored).sum(), mirrored)
+    slope = slope.nan_to_num(nan=0.0)
+    terms = add_terms(x.double(), activation=activation)["out"].nan_to_num(nan=0.0)
+    ones = torch.ones_like(mirrored)
+    slopes = add_terms(mirrored.detach(), activation=activation, grad_out=ones)["x"]
+    for label, got, want, sizes in (
+        ("value", out.detach(), expected.detach(), terms),
+        ("slope", leaf.grad, slope, slopes.nan_to_num(nan=0.0)),
+    ):
+        wanted = want.to(dtype)
+        assert torch.equal(got.isinf(), wanted.isinf()), f"{label} has an infinity too many or few"
+        assert not got.isnan().any(), label
+        near = want.abs() > SMALLEST_NORMAL
+        near &= ~wanted.isinf()
+        assert_close(got[near], want[near], label, terms=sizes[near])
+        assert (got[~near & ~wanted.isinf()].abs() <= SMALLEST_NORMAL).all(), label
+
+
+@each_dtype
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "none"])
+def test_nan_stays_nan(fuselage, device, activation, dtype):
+    x = torch.zeros(100, dtype=dtype, device=device)
+    x[[0, 50, 99]] = float("nan")
+    out = fuselage.bias_act(x, None, activation)
+    assert out.isnan().nonzero().flatten().tolist() == [0, 50, 99]
+    for function in (fuselage.silu_and_mul, fuselage.relu_and_mul, fuselage.swiglu_clamped):
+        assert function(x).isnan().any()
+
+
+# Errors
+
+
+@pytest.mark.kernels_ci
+@each_operator([*PACKED, SWIGLU_CLAMPED])
+def test_an_odd_packed_dimension_is_refused(fuselage, device, op):
+    for target in (device, "meta"):
+        with pytest.raises(RuntimeError, match=rf"fuselage::{op.name}: the last dimension of `x`"):
+            op.run(fuselage, {"x": torch.zeros(3, 7, device=target)}, {})
+
+
+@each_operator([*PLAIN, *PACKED])
+def test_errors_name_the_function(fuselage, device, op):
+    for grad in (False, True):
+        with pytest.raises(RuntimeError, match=f"fuselage::{op.name}: `x` must be float16"):
+            x = torch.zeros(2, 8, dtype=torch.float64, device=device, requires_grad=grad)
+            op.run(fuselage, {"x": x}, {})
+    x = torch.ones(2, 8, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match=f"fuselage::{op.name}: the backward is not diff"):
+        out = op.run(fuselage, {"x": x}, {})["out"]
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_an_unknown_approximation_is_refused(fuselage, device):
+    inputs = GEGLU.inputs((3, 8), DTYPES[0], device)
+    with pytest.raises(RuntimeError, match=r"fuselage::geglu: `approximate` .* got 'erf'"):
+        fuselage.geglu(**inputs, approximate="erf")
+
+
+# Modules
+
+
+@pytest.mark.parametrize("options", [{}, {"approximate": "tanh"}], ids=str)
+def test_modules(fuselage, device, options):
+    x = normal((3, 5, 16), torch.bfloat16, device)
+    gelu = fuselage.modules.GeluAndMul(**options)
+    function = fuselage.gelu_tanh_and_mul if options else fuselage.gelu_and_mul
+    assert_same_bits(gelu(x), function(x), "GeluAndMul")
+    assert_same_bits(fuselage.modules.SiluAndMul()(x), fuselage.silu_and_mul(x), "SiluAndMul")
+    assert repr(gelu) == f"GeluAndMul(approximate={options.get('approximate', 'none')!r})"
+    with pytest.raises(ValueError, match="approximate"):
+        fuselage.modules.GeluAndMul("erf")

@@ -1,0 +1,721 @@
+"""Activations: plain, gated, and fused with the bias and the addition before them.
+
+All are element-wise: computed in float32 and rounded once, forward and backward. The backward
+recomputes what it needs from the inputs, and nothing else is kept for it.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+
+from ._autograd import below_autograd, mark_written, needs_grad, no_double_backward
+from ._fake import check_devices
+from ._ops import add_op_namespace_prefix, ops
+
+# Overloads, looked up once: a call through the packet pays for the look-up every time.
+_activation = ops.activation.default
+_activation_fwd = ops.activation_fwd.default
+_activation_bwd = ops.activation_bwd.default
+_act_and_mul = ops.act_and_mul.default
+_act_and_mul_fwd = ops.act_and_mul_fwd.default
+_act_and_mul_bwd = ops.act_and_mul_bwd.default
+_swiglu_clamped = ops.swiglu_clamped.default
+_swiglu_clamped_fwd = ops.swiglu_clamped_fwd.default
+_swiglu_clamped_bwd = ops.swiglu_clamped_bwd.default
+_glu = ops.glu.default
+_glu_fwd = ops.glu_fwd.default
+_glu_bwd = ops.glu_bwd.default
+_bias_act = ops.bias_act.default
+_bias_act_fwd = ops.bias_act_fwd.default
+_bias_act_inplace = ops.bias_act_.default
+_add_mul_act = ops.add_mul_act.default
+_add_mul_act_fwd = ops.add_mul_act_fwd.default
+_add_mul_act_inplace = ops.add_mul_act_.default
+_add_mul_act_bwd = ops.add_mul_act_bwd.default
+
+# The ops take activations as numbers: those of the enum in kernel_src/gate/activation.h.
+_NUMBERS = {
+    "none": 0,
+    "relu": 1,
+    "sigmoid": 2,
+    "tanh": 3,
+    "gelu": 4,
+    "gelu_tanh": 5,
+    "gelu_quick": 6,
+    "silu": 7,
+    "relu2": 8,
+}
+_NONE = 0
+_RELU = 1
+_GELU = 4
+_GELU_TANH = 5
+_GELU_QUICK = 6
+_SILU = 7
+_RELU2 = 8
+_NAMES = {number: name for name, number in _NUMBERS.items()}
+
+
+def _number_of(op: str, activation: str) -> int:
+    number = _NUMBERS.get(activation)
+    if number is None:
+        raise RuntimeError(
+            f"fuselage::{op}: `activation` must be one of {', '.join(_NUMBERS)}, got {activation!r}"
+        )
+    return number
+
+
+# Plain activations
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """`x * sigmoid(x)`, also called swish.
+
+    Args:
+        x: `[..., dim]`, float16, bfloat16 or float32. Rows of adjacent elements with one stride
+            between them are read in place; anything else is made contiguous first.
+
+    Returns:
+        Shape and dtype of `x`, contiguous. Differentiable (once).
+
+    Raises:
+        RuntimeError: A wrong dtype or shape, naming the argument, what it must be and what it is.
+
+    Source: Elfwing et al., "Sigmoid-Weighted Linear Units", 2017; `torch.nn.functional.silu`.
+    """
+    return _apply_activation(x, _SILU)
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """`x * Phi(x) = x / 2 * (1 + erf(x / sqrt(2)))`.
+
+    Arguments, result and errors as in `silu`. Negative `x` of any size keep their relative
+    accuracy, which the formula with `erf` loses in float32.
+
+    Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016; `torch.nn.functional.gelu`.
+    """
+    return _apply_activation(x, _GELU)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """`x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))`.
+
+    Arguments, result and errors as in `silu`.
+
+    Source: `torch.nn.functional.gelu(x, approximate="tanh")`; `gelu_new`, `gelu_fast` and
+    `gelu_pytorch_tanh` of transformers are the same function.
+    """
+    return _apply_activation(x, _GELU_TANH)
+
+
+def gelu_quick(x: torch.Tensor) -> torch.Tensor:
+    """`x * sigmoid(1.702 * x)`.
+
+    Arguments, result and errors as in `silu`.
+
+    Source: Hendrycks and Gimpel, 2016; CLIP's `quick_gelu`.
+    """
+    return _apply_activation(x, _GELU_QUICK)
+
+
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """`max(x, 0)^2`.
+
+    Arguments, result and errors as in `silu`.
+
+    Source: So et al., "Primer", 2021; `relu2` of transformers.
+    """
+    return _apply_activation(x, _RELU2)
+
+
+# Gated activations of one packed tensor
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up`, with `gate, up = x.chunk(2, -1)`.
+
+    Args:
+        x: `[..., 2 * dim]`, float16, bfloat16 or float32; the halves are read in place. Rows of
+            adjacent elements with one stride between them are too; anything else is made contiguous
+            first.
+
+    Returns:
+        `[..., dim]`, contiguous, in the dtype of `x`. Differentiable (once): the gradient is one
+        tensor of the shape of `x`.
+
+    Raises:
+        RuntimeError: A wrong dtype or shape, naming the argument, what it must be and what it is.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020; the name is vLLM's.
+    """
+    return _apply_act_and_mul(x, _SILU, True)
+
+
+def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """`gelu(gate) * up`, with `gate, up = x.chunk(2, -1)`. Otherwise as `silu_and_mul`."""
+    return _apply_act_and_mul(x, _GELU, True)
+
+
+def gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """`gelu_tanh(gate) * up`, with `gate, up = x.chunk(2, -1)`. Otherwise as `silu_and_mul`."""
+    return _apply_act_and_mul(x, _GELU_TANH, True)
+
+
+def relu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """`relu(gate) * up`, with `gate, up = x.chunk(2, -1)`. Otherwise as `silu_and_mul`."""
+    return _apply_act_and_mul(x, _RELU, True)
+
+
+def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
+    """`up * silu(gate)`, with `up, gate = x.chunk(2, -1)`: the value comes first.
+
+    Otherwise as `silu_and_mul`. Source: the SwiGLU of diffusers.
+    """
+    return _apply_act_and_mul(x, _SILU, False)
+
+
+def mul_and_gelu(x: torch.Tensor) -> torch.Tensor:
+    """`up * gelu(gate)`, with `up, gate = x.chunk(2, -1)`: the value comes first.
+
+    Otherwise as `silu_and_mul`. Source: the GEGLU of diffusers.
+    """
+    return _apply_act_and_mul(x, _GELU, False)
+
+
+def mul_and_gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """`up * gelu_tanh(gate)`, with `up, gate = x.chunk(2, -1)`. Otherwise as `mul_and_silu`."""
+    return _apply_act_and_mul(x, _GELU_TANH, False)
+
+
+def mul_and_relu(x: torch.Tensor) -> torch.Tensor:
+    """`up * relu(gate)`, with `up, gate = x.chunk(2, -1)`. Otherwise as `mul_and_silu`."""
+    return _apply_act_and_mul(x, _RELU, False)
+
+
+def swiglu_clamped(
+    x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0, *, interleaved: bool = True
+) -> torch.Tensor:
+    """The clamped SwiGLU of gpt-oss.
+
+        gate = min(gate, limit), up = clamp(up, -limit, limit)
+        out  = gate * sigmoid(alpha * gate) * (up + 1)
+
+    Args:
+        x: `[..., 2 * dim]`, as in `silu_and_mul`.
+        alpha: The slope in the sigmoid.
+        limit: Where gate and up are clamped. The gradient at the limit itself passes, as it does in
+            `torch.clamp`.
+        interleaved: Gate and up take turns, `gate, up = x[..., ::2], x[..., 1::2]`, as gpt-oss has
+            them; otherwise they are halves, `gate, up = x.chunk(2, -1)`. Both are read in place.
+
+    Returns:
+        `[..., dim]`, contiguous, in the dtype of `x`. Differentiable (once).
+
+    Raises:
+        RuntimeError: A wrong dtype or shape, naming the argument, what it must be and what it is.
+
+    Source: `GptOssExperts` of transformers; OpenAI's gpt-oss reference.
+    """
+    if needs_grad(x):
+        if torch.compiler.is_compiling():
+            return _swiglu_clamped_fwd(x, alpha, limit, interleaved)
+        return _SwigluClamped.apply(x, alpha, limit, interleaved)
+    return _swiglu_clamped(x, alpha, limit, interleaved)
+
+
+# Gated activations of two tensors
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up`.
+
+    Args:
+        gate: `[..., dim]`, float16, bfloat16 or float32. Rows of adjacent elements with one stride
+            between them are read in place; anything else is made contiguous first.
+        up: Shape, dtype and device of `gate`.
+
+    Returns:
+        Shape and dtype of `gate`, contiguous. Differentiable (once) in both.
+
+    Raises:
+        RuntimeError: A wrong dtype, shape or device, naming the argument, what it must be and what
+            it is.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020; the MLP of Llama.
+    """
+    return _apply_glu(gate, up, _SILU)
+
+
+def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """`gelu(gate) * up`, or `gelu_tanh(gate) * up` with `approximate="tanh"`.
+
+    Arguments, result and errors otherwise as in `swiglu`.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020; the MLP of Gemma ("tanh").
+    """
+    if approximate == "none":
+        return _apply_glu(gate, up, _GELU)
+    if approximate == "tanh":
+        return _apply_glu(gate, up, _GELU_TANH)
+    raise RuntimeError(
+        f"fuselage::geglu: `approximate` must be 'none' or 'tanh', got {approximate!r}"
+    )
+
+
+# Fused epilogues
+
+
+def bias_act(
+    x: torch.Tensor, bias: Optional[torch.Tensor] = None, activation: str = "none"
+) -> torch.Tensor:
+    """`act(x + bias)`.
+
+    Args:
+        x: `[..., dim]`, float16, bfloat16 or float32. Rows of adjacent elements with one stride
+            between them are read in place; anything else is made contiguous first.
+        bias: `[dim]`, in `x`'s dtype or float32, or None.
+        activation: "none", "relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "gelu_quick", "silu" or
+            "relu2".
+
+    Returns:
+        Shape and dtype of `x`, contiguous; the sum is not rounded before the activation.
+        Differentiable (once) in `x` and `bias`.
+
+    Raises:
+        RuntimeError: A wrong dtype, shape, device or activation, naming the argument, what it must
+            be and what it is.
+
+    Source: the epilogue of a linear layer, as in the MLPs of recommender models.
+    """
+    number = _number_of("bias_act", activation)
+    if needs_grad(x, bias):
+        if torch.compiler.is_compiling():
+            return _bias_act_fwd(x, bias, number)
+        return _BiasAct.apply(x, bias, number)
+    return _bias_act(x, bias, number)
+
+
+def bias_act_(
+    x: torch.Tensor, bias: Optional[torch.Tensor] = None, activation: str = "none"
+) -> torch.Tensor:
+    """`bias_act` for inference, which writes over `x`.
+
+    Args:
+        x: As in `bias_act`, but it is written to: rows of adjacent elements, one stride between all
+            of them, that do not overlap each other or `bias`.
+        bias, activation: As in `bias_act`.
+
+    Returns:
+        `x`, the tensor that was given.
+
+    Raises:
+        RuntimeError: As `bias_act`, and where a gradient would be needed.
+    """
+    if needs_grad(x, bias):
+        _refuse_gradient("bias_act_", "bias_act")
+    _bias_act_inplace(x, bias, _number_of("bias_act_", activation))
+    mark_written(x)
+    return x
+
+
+def add_mul_act(
+    x: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    y: torch.Tensor,
+    alpha: float = 1.0,
+    activation: str = "none",
+) -> torch.Tensor:
+    """`act(x + bias + alpha * y)`.
+
+    Args:
+        x: `[..., dim]`, as in `bias_act`.
+        bias: `[dim]`, in `x`'s dtype or float32, or None.
+        y: Shape, dtype and device of `x`.
+        alpha: What `y` is multiplied by.
+        activation: As in `bias_act`.
+
+    Returns:
+        Shape and dtype of `x`, contiguous; nothing is rounded before the activation. Differentiable
+        (once) in `x`, `bias` and `y`.
+
+    Raises:
+        RuntimeError: A wrong dtype, shape, device or activation, naming the argument, what it must
+            be and what it is.
+
+    Source: the sum of a frozen linear layer and its low-rank adaptation: Hu et al., "LoRA", 2021.
+    """
+    number = _number_of("add_mul_act", activation)
+    if needs_grad(x, bias) or needs_grad(y):
+        if torch.compiler.is_compiling():
+            return _add_mul_act_fwd(x, bias, y, alpha, number)
+        return _AddMulAct.apply(x, bias, y, alpha, number)
+    return _add_mul_act(x, bias, y, alpha, number)
+
+
+def add_mul_act_(
+    x: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    y: torch.Tensor,
+    alpha: float = 1.0,
+    activation: str = "none",
+) -> torch.Tensor:
+    """`add_mul_act` for inference, which writes over `x`.
+
+    Args:
+        x: As in `add_mul_act`, but it is written to: rows of adjacent elements, one stride between
+            all of them, that do not overlap each other, `bias` or `y`. (`y` may be `x` itself.)
+        bias, y, alpha, activation: As in `add_mul_act`.
+
+    Returns:
+        `x`, the tensor that was given.
+
+    Raises:
+        RuntimeError: As `add_mul_act`, and where a gradient would be needed.
+    """
+    if needs_grad(x, bias) or needs_grad(y):
+        _refuse_gradient("add_mul_act_", "add_mul_act")
+    _add_mul_act_inplace(x, bias, y, alpha, _number_of("add_mul_act_", activation))
+    mark_written(x)
+    return x
+
+
+def _refuse_gradient(op: str, functional_op: str) -> None:
+    raise RuntimeError(
+        f"fuselage::{op}: writes over its inputs and has no gradient; use {functional_op}, or call "
+        "it under torch.no_grad()"
+    )
+
+
+# Autograd: one Function an operator for eager mode, and the same backward registered with the op
+# for torch.compile (docs/design-decisions.md has the measurements behind this).
+
+
+def _apply_activation(x, activation):
+    if needs_grad(x):
+        if torch.compiler.is_compiling():
+            return _activation_fwd(x, activation)
+        return _Activation.apply(x, activation)
+    return _activation(x, activation)
+
+
+def _activation_setup(ctx, inputs, output):
+    x, ctx.activation = inputs
+    ctx.save_for_backward(x)
+
+
+def _activation_backward(ctx, grad_out):
+    (x,) = ctx.saved_tensors
+    return _activation_bwd(grad_out, x, ctx.activation), None
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, activation):
+        with below_autograd():
+            out = _activation(x, activation)
+        ctx.activation = activation
+        ctx.save_for_backward(x)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        no_double_backward(_NAMES[ctx.activation])
+        return _activation_backward(ctx, grad_out)
+
+
+def _apply_act_and_mul(x, activation, gate_first):
+    if needs_grad(x):
+        if torch.compiler.is_compiling():
+            return _act_and_mul_fwd(x, activation, gate_first)
+        return _ActAndMul.apply(x, activation, gate_first)
+    return _act_and_mul(x, activation, gate_first)
+
+
+def _act_and_mul_name(activation, gate_first):
+    name = _NAMES[activation]
+    return f"{name}_and_mul" if gate_first else f"mul_and_{name}"
+
+
+def _act_and_mul_setup(ctx, inputs, output):
+    x, ctx.activation, ctx.gate_first = inputs
+    ctx.save_for_backward(x)
+
+
+def _act_and_mul_backward(ctx, grad_out):
+    (x,) = ctx.saved_tensors
+    return _act_and_mul_bwd(grad_out, x, ctx.activation, ctx.gate_first), None, None
+
+
+class _ActAndMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, activation, gate_first):
+        with below_autograd():
+            out = _act_and_mul(x, activation, gate_first)
+        ctx.activation, ctx.gate_first = activation, gate_first
+        ctx.save_for_backward(x)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        no_double_backward(_act_and_mul_name(ctx.activation, ctx.gate_first))
+        return _act_and_mul_backward(ctx, grad_out)
+
+
+def _swiglu_clamped_setup(ctx, inputs, output):
+    x, ctx.alpha, ctx.limit, ctx.interleaved = inputs
+    ctx.save_for_backward(x)
+
+
+def _swiglu_clamped_backward(ctx, grad_out):
+    (x,) = ctx.saved_tensors
+    grad_x = _swiglu_clamped_bwd(grad_out, x, ctx.alpha, ctx.limit, ctx.interleaved)
+    return grad_x, None, None, None
+
+
+class _SwigluClamped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, alpha, limit, interleaved):
+        with below_autograd():
+            out = _swiglu_clamped(x, alpha, limit, interleaved)
+        ctx.alpha, ctx.limit, ctx.interleaved = alpha, limit, interleaved
+        ctx.save_for_backward(x)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        no_double_backward("swiglu_clamped")
+        return _swiglu_clamped_backward(ctx, grad_out)
+
+
+def _apply_glu(gate, up, activation):
+    if needs_grad(gate, up):
+        if torch.compiler.is_compiling():
+            return _glu_fwd(gate, up, activation)
+        return _Glu.apply(gate, up, activation)
+    return _glu(gate, up, activation)
+
+
+def _glu_name(activation):
+    return "swiglu" if activation == _SILU else "geglu"
+
+
+def _glu_setup(ctx, inputs, output):
+    gate, up, ctx.activation = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _glu_backward(ctx, grad_out):
+    gate, up = ctx.saved_tensors
+    needs_gate, needs_up = ctx.needs_input_grad[:2]
+    grad_gate, grad_up = _glu_bwd(grad_out, gate, up, ctx.activation, needs_gate, needs_up)
+    return grad_gate if needs_gate else None, grad_up if needs_up else None, None
+
+
+class _Glu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, activation):
+        with below_autograd():
+            out = _glu(gate, up, activation)
+        ctx.activation = activation
+        ctx.save_for_backward(gate, up)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        no_double_backward(_glu_name(ctx.activation))
+        return _glu_backward(ctx, grad_out)
+
+
+def _add_save(ctx, x, bias, y):
+    # Without an activation the gradient does not depend on the values; `bias` tells dtype and size.
+    if ctx.activation == _NONE:
+        ctx.save_for_backward(None, bias, None)
+    else:
+        ctx.save_for_backward(x, bias, y)
+
+
+def _add_gradients(ctx, grad_out, needs_x, needs_bias, needs_y):
+    """The gradients of x, bias and y, each None where not needed."""
+    x, bias, y = ctx.saved_tensors
+    # Without an activation the gradient of x is grad_out as it is.
+    computes_x = needs_x and ctx.activation != _NONE
+    grad_x, grad_bias, grad_y = grad_out, None, None
+    if computes_x or needs_bias or needs_y:
+        computed, grad_bias, grad_y = _add_mul_act_bwd(
+            grad_out, x, bias, y, ctx.alpha, ctx.activation, computes_x, needs_bias, needs_y
+        )
+        grad_x = computed if computes_x else grad_out
+    return (
+        grad_x if needs_x else None,
+        grad_bias if needs_bias else None,
+        grad_y if needs_y else None,
+    )
+
+
+def _bias_act_setup(ctx, inputs, output):
+    x, bias, ctx.activation = inputs
+    ctx.alpha = 0.0
+    _add_save(ctx, x, bias, None)
+
+
+def _bias_act_backward(ctx, grad_out):
+    needs_x, needs_bias = ctx.needs_input_grad[:2]
+    return (*_add_gradients(ctx, grad_out, needs_x, needs_bias, False)[:2], None)
+
+
+class _BiasAct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, activation):
+        with below_autograd():
+            out = _bias_act(x, bias, activation)
+        ctx.alpha, ctx.activation = 0.0, activation
+        _add_save(ctx, x, bias, None)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        no_double_backward("bias_act")
+        return _bias_act_backward(ctx, grad_out)
+
+
+def _add_mul_act_setup(ctx, inputs, output):
+    x, bias, y, ctx.alpha, ctx.activation = inputs
+    _add_save(ctx, x, bias, y)
+
+
+def _add_mul_act_backward(ctx, grad_out):
+    return (*_add_gradients(ctx, grad_out, *ctx.needs_input_grad[:3]), None, None)
+
+
+class _AddMulAct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, y, alpha, activation):
+        with below_autograd():
+            out = _add_mul_act(x, bias, y, alpha, activation)
+        ctx.alpha, ctx.activation = alpha, activation
+        _add_save(ctx, x, bias, y)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        no_double_backward("add_mul_act")
+        return _add_mul_act_backward(ctx, grad_out)
+
+
+for _op, _backward, _setup in (
+    ("activation_fwd", _activation_backward, _activation_setup),
+    ("act_and_mul_fwd", _act_and_mul_backward, _act_and_mul_setup),
+    ("swiglu_clamped_fwd", _swiglu_clamped_backward, _swiglu_clamped_setup),
+    ("glu_fwd", _glu_backward, _glu_setup),
+    ("bias_act_fwd", _bias_act_backward, _bias_act_setup),
+    ("add_mul_act_fwd", _add_mul_act_backward, _add_mul_act_setup),
+):
+    torch.library.register_autograd(add_op_namespace_prefix(_op), _backward, setup_context=_setup)
+
+
+# Shapes and dtypes of the results, for tracing.
+
+
+def _like(x, needed=True):
+    return x.new_empty(x.shape if needed else (0,))
+
+
+def _half_of(op, x):
+    if x.shape[-1] % 2 != 0:
+        raise RuntimeError(
+            f"fuselage::{op}: the last dimension of `x` must be even: it holds gate and value, "
+            f"got {list(x.shape)}"
+        )
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _fake_activation(x, activation):
+    return _like(x)
+
+
+def _fake_activation_bwd(grad_out, x, activation):
+    check_devices(_NAMES[activation], "x", x, grad_out=grad_out)
+    return _like(x)
+
+
+def _fake_act_and_mul(x, activation, gate_first):
+    return _half_of(_act_and_mul_name(activation, gate_first), x)
+
+
+def _fake_act_and_mul_bwd(grad_out, x, activation, gate_first):
+    check_devices(_act_and_mul_name(activation, gate_first), "x", x, grad_out=grad_out)
+    return _like(x)
+
+
+def _fake_swiglu_clamped(x, alpha, limit, interleaved):
+    return _half_of("swiglu_clamped", x)
+
+
+def _fake_swiglu_clamped_bwd(grad_out, x, alpha, limit, interleaved):
+    check_devices("swiglu_clamped", "x", x, grad_out=grad_out)
+    return _like(x)
+
+
+def _fake_glu(gate, up, activation):
+    check_devices(_glu_name(activation), "gate", gate, up=up)
+    return _like(gate)
+
+
+def _fake_glu_bwd(grad_out, gate, up, activation, needs_grad_gate, needs_grad_up):
+    check_devices(_glu_name(activation), "gate", gate, up=up, grad_out=grad_out)
+    return _like(gate, needs_grad_gate), _like(up, needs_grad_up)
+
+
+def _fake_bias_act(x, bias, activation):
+    check_devices("bias_act", "x", x, bias=bias)
+    return _like(x)
+
+
+def _fake_bias_act_inplace(x, bias, activation):
+    check_devices("bias_act_", "x", x, bias=bias)
+
+
+def _fake_add_mul_act(x, bias, y, alpha, activation):
+    check_devices("add_mul_act", "x", x, bias=bias, y=y)
+    return _like(x)
+
+
+def _fake_add_mul_act_inplace(x, bias, y, alpha, activation):
+    check_devices("add_mul_act_", "x", x, bias=bias, y=y)
+
+
+def _fake_add_mul_act_bwd(
+    grad_out, x, bias, y, alpha, activation, needs_grad_x, needs_grad_bias, needs_grad_y
+):
+    check_devices("add_mul_act_bwd", "grad_out", grad_out, x=x, bias=bias, y=y)
+    needs_grad_bias = needs_grad_bias and bias is not None
+    return (
+        _like(grad_out, needs_grad_x),
+        _like(bias) if needs_grad_bias else _like(grad_out, False),
+        _like(grad_out, needs_grad_y),
+    )
+
+
+for _op, _fake in (
+    ("activation", _fake_activation),
+    ("activation_fwd", _fake_activation),
+    ("activation_bwd", _fake_activation_bwd),
+    ("act_and_mul", _fake_act_and_mul),
+    ("act_and_mul_fwd", _fake_act_and_mul),
+    ("act_and_mul_bwd", _fake_act_and_mul_bwd),
+    ("swiglu_clamped", _fake_swiglu_clamped),
+    ("swiglu_clamped_fwd", _fake_swiglu_clamped),
+    ("swiglu_clamped_bwd", _fake_swiglu_clamped_bwd),
+    ("glu", _fake_glu),
+    ("glu_fwd", _fake_glu),
+    ("glu_bwd", _fake_glu_bwd),
+    ("bias_act", _fake_bias_act),
+    ("bias_act_fwd", _fake_bias_act),
+    ("bias_act_", _fake_bias_act_inplace),
+    ("add_mul_act", _fake_add_mul_act),
+    ("add_mul_act_fwd", _fake_add_mul_act),
+    ("add_mul_act_", _fake_add_mul_act_inplace),
+    ("add_mul_act_bwd", _fake_add_mul_act_bwd),
+):
+    torch.library.register_fake(add_op_namespace_prefix(_op))(_fake)
