@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from kernels.benchmark import Benchmark
 
 EPS = 1e-6
+LORA_SCALE = 0.5
 
 
 class Sizes:
@@ -24,6 +25,10 @@ class Sizes:
         self.x = torch.randn(rows, dim, **options)
         self.residual = torch.randn(rows, dim, **options)
         self.weight = torch.rand(dim, **options).mul_(0.2)
+        # For the gated activations and the epilogues: small enough for the same bound.
+        self.gate = torch.rand(rows, dim, **options)
+        self.up = torch.rand(rows, dim, **options)
+        self.packed = torch.cat([self.gate, self.up], -1)
         self.grad_out = torch.randn(rows, dim, **options)
 
     def setup_one_row(self) -> None:
@@ -138,6 +143,29 @@ class GroupedPolyNorm(PolyNormSizes, Benchmark):
 
     def reference(self) -> torch.Tensor:
         return (self.formula() * self.residual.float()).to(self.x.dtype)
+
+    benchmark_one_row = benchmark_small = benchmark_medium = benchmark_large = fused
+    verify_one_row = verify_small = verify_medium = verify_large = reference
+
+
+class SiluAndMul(Sizes, Benchmark):
+    def fused(self) -> None:
+        self.out = self.kernel.silu_and_mul(self.packed)
+
+    def reference(self) -> torch.Tensor:
+        gate, up = self.packed.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    benchmark_one_row = benchmark_small = benchmark_medium = benchmark_large = fused
+    verify_one_row = verify_small = verify_medium = verify_large = reference
+
+
+class AddMulAct(Sizes, Benchmark):
+    def fused(self) -> None:
+        self.out = self.kernel.add_mul_act(self.gate, self.weight, self.up, LORA_SCALE, "silu")
+
+    def reference(self) -> torch.Tensor:
+        return F.silu(self.gate + self.weight + LORA_SCALE * self.up)
 
     benchmark_one_row = benchmark_small = benchmark_medium = benchmark_large = fused
     verify_one_row = verify_small = verify_medium = verify_large = reference

@@ -47,13 +47,18 @@ def measure(case: Case, fuselage: ModuleType, timer: Timer, device: str, names) 
     for name, call in calls.items():
         if name in failures:
             continue
-        overwrites = case.direction == "bwd" and name in case.operator.overwrites_grad
+        backward = case.direction == "bwd"
+        overwrites = backward and name in case.operator.overwrites_grad
+        overwrites_inputs = backward and name in case.operator.overwrites_inputs
         try:
-            on_set = _on_set(case, call, sets, overwrites)
-            ready[name] = timer.contender(case, on_set, checked=not overwrites)
+            own_sets = [(_copies(i), g) for i, g in sets] if overwrites_inputs else sets
+            on_set = _on_set(case, call, own_sets, overwrites)
+            ready[name] = timer.contender(
+                case, on_set, checked=not (overwrites or overwrites_inputs)
+            )
         except Exception as error:
             _fail(case, name, error, failures)
-        on_set = None
+        on_set = own_sets = None
     times = in_turn(ready)
     ready.clear()
     sets.clear()
@@ -83,12 +88,17 @@ def _make_set(case: Case, device: str) -> tuple[tuple, tuple]:
     return tuple(t.requires_grad_() for t in inputs), grads
 
 
+def _copies(inputs: tuple) -> tuple:
+    return tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in inputs)
+
+
 def _verify(case: Case, calls, failures: dict[str, str], inputs, grad_outs) -> dict[str, float]:
     want = verify.reference(case, inputs, grad_outs)
     errors = {}
     for name, call in calls.items():
         try:
-            got = verify.results(case, call, inputs, grad_outs)
+            own = _copies(inputs) if name in case.operator.overwrites_inputs else inputs
+            got = verify.results(case, call, own, grad_outs)
             errors[name] = verify.check(case, got, want, baseline=name != "fuselage")
         except Exception as error:
             _fail(case, name, error, failures)

@@ -50,6 +50,8 @@ class Operator:
     necessary_bytes: dict[str, Callable[[Shape], int]]
     # Contenders whose backward writes over grad_out.
     overwrites_grad: frozenset[str] = frozenset()
+    # Contenders whose backward writes over the inputs: they are given copies.
+    overwrites_inputs: frozenset[str] = frozenset()
     # (fuselage, device) -> sections of host time.
     host_sections: Callable[[ModuleType, str], list[HostSection]] | None = None
 
