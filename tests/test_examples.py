@@ -1,0 +1,61 @@
+"""The examples run, small, and check themselves. (tests/test_demo.py has the demo.)"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import REPO_DIR
+
+EXAMPLES = REPO_DIR / "examples"
+
+
+def run(name: str, *options: str, cwd: Path | str = "/") -> str:
+    command = [sys.executable, EXAMPLES / name, *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_lora_mlp(fuselage):
+    sizes = ["--tokens", "32", "--dim", "64", "--intermediate", "96", "--repeats", "2"]
+    output = run("lora_mlp.py", *sizes, "--no-compile")
+    assert [line.split()[0] for line in output.splitlines()[2:]] == ["eager", "fuselage"]
+
+
+def test_dlrm(fuselage, tmp_path):
+    sizes = ["--batch", "64", "--width", "32", "--dim", "8", "--categories", "50", "--steps", "20"]
+    output = run("dlrm.py", *sizes, "--rows", "200", cwd=tmp_path)
+    assert (tmp_path / "dlrm.png").stat().st_size > 1000
+    assert "losses are at most" in output
+    eager, fused = output.split("fuselage on ")
+    assert "bias_act" in fused and "bias_act" not in eager  # in the profiler's table
+
+
+BROKEN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+sys.argv[1:] = sys.argv[2:]
+import {name} as example
+load = example.load
+def broken():
+    kernel, device = load()
+    class Kernel:
+        bias_act = staticmethod(lambda *args: 1.5 * kernel.bias_act(*args))
+        add_mul_act = staticmethod(lambda *args: 1.5 * kernel.add_mul_act(*args))
+    return Kernel, device
+example.load = broken
+example.main()
+"""
+
+
+def test_they_fail_where_the_operators_are_wrong(fuselage, tmp_path):
+    for name, options in (
+        ("lora_mlp", ["--tokens", "32", "--dim", "64", "--repeats", "1", "--no-compile"]),
+        ("dlrm", ["--batch", "64", "--width", "32", "--steps", "20"]),
+    ):
+        command = [sys.executable, "-c", BROKEN.format(name=name), EXAMPLES, *options]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        assert result.returncode == 1, result.stdout + result.stderr
+        assert "FAILED: " in result.stderr and "Traceback" not in result.stderr
