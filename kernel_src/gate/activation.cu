@@ -388,22 +388,25 @@ bool is_aligned(const Elementwise& p, int element_size) {
 // the occupancy of these kernels.
 template <class Function>
 constexpr int kMostVectors = Function::kInputs == 1 ? 4 : 2;
-constexpr int kUnalignedVectors = 2;
+// An unaligned vector takes two loads, and many registers.
+template <class Function>
+constexpr int kUnalignedVectors = Function::kInputs == 1 ? 2 : 1;
 constexpr int kSumVectors = 2;
 
 template <typename T, class Function>
 gpuError launch(const Elementwise& p, int device, gpuStream stream) {
   constexpr int kMost = kMostVectors<Function>;
+  constexpr int kUnaligned = kUnalignedVectors<Function>;
   const bool aligned = is_aligned<Function>(p, sizeof(T));
   const ActivationPolicy policy =
       aligned ? activation_policy(device_info(device), sizeof(T), kMost, 1, p.rows, p.dim)
-              : activation_policy(device_info(device), sizeof(T), kUnalignedVectors,
-                                  kUnalignedVectors, p.rows, p.dim);
+              : activation_policy(device_info(device), sizeof(T), kUnaligned, kUnaligned, p.rows,
+                                  p.dim);
   const dim3 grid(policy.row_blocks * policy.column_blocks);
   const dim3 block(policy.threads_x, policy.threads_y);
   if (!aligned)
-    return gpu_launch(&activation_kernel<T, Function, kUnalignedVectors, false>, grid, block, 0, 1,
-                      stream, p, policy);
+    return gpu_launch(&activation_kernel<T, Function, kUnaligned, false>, grid, block, 0, 1, stream,
+                      p, policy);
   if (policy.vectors == 1)
     return gpu_launch(&activation_kernel<T, Function, 1, true>, grid, block, 0, 1, stream, p,
                       policy);
@@ -422,7 +425,7 @@ gpuError launch_sum(const Elementwise& p, int device, DType dtype, gpuStream str
   const dim3 block(policy.threads_x, policy.threads_y);
   const auto kernel = is_aligned<Function>(p, sizeof(T))
                           ? &activation_sum_kernel<T, Function, kSumVectors, true>
-                          : &activation_sum_kernel<T, Function, kSumVectors, false>;
+                          : &activation_sum_kernel<T, Function, 1, false>;
   gpuError error = gpu_launch(kernel, grid, block, 0, 1, stream, p, policy);
   if (error != gpuSuccess) return error;
   dispatch_activation_output(p.bias_dtype, p.bias_dtype, [&](auto tag, auto) {

@@ -153,9 +153,10 @@ inline bool overlap(const Tensor& a, int64_t a_stride, const Tensor& b, int64_t 
   return offset < dim || offset > a_stride - dim;
 }
 
+constexpr int64_t kMaxDim = 64;  // of a tensor
+
 // A contiguous tensor on the device of `like`. One call into Torch, past its dispatcher.
 inline Tensor empty(const int64_t* sizes, int64_t dim, ScalarType type, const Tensor& like) {
-  constexpr int64_t kMaxDim = 64;
   int64_t strides[kMaxDim];
   if (dim > kMaxDim) throw std::runtime_error("fuselage: tensors have at most 64 dimensions");
   int64_t stride = 1;

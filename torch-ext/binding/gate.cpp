@@ -212,9 +212,12 @@ void set_packed(Params& p, const PackedFormula& packed, const Rows& x, DType dty
 
 Tensor packed_forward(const char* op, const Tensor& x, const PackedFormula& packed) {
   const int64_t dim = check_packed(op, x);
-  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  sizes.back() = dim;
-  Tensor out = empty(sizes.data(), static_cast<int64_t>(sizes.size()), x.scalar_type(), x);
+  int64_t sizes[kMaxDim];
+  FUSELAGE_CHECK(op, x.dim() <= kMaxDim, "`x` must have at most ", kMaxDim, " dimensions, got ",
+                 x.dim());
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) sizes[i] = x.size(i);
+  sizes[x.dim() - 1] = dim;
+  Tensor out = empty(sizes, x.dim(), x.scalar_type(), x);
   if (out.numel() == 0) return out;
   ActivationForward p{};
   const Rows x_rows = rows_of(x);
