@@ -510,7 +510,7 @@ __device__ __forceinline__ void leave_partial(const float4& total, float* partia
 template <typename T, int kVectors, int kRows, Form kForm, bool kAligned, bool kLong>
 __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
                                   : kLong   ? kPolyNormLongThreads
-                                            : poly_norm_backward_threads(has_mul(kForm)),
+                                            : poly_norm_threads(has_mul(kForm)),
                                   kRows > 1 ? (kAligned ? 4 : 3)
                                   : kLong   ? 1
                                             : 2)
@@ -858,8 +858,7 @@ const char* poly_norm_backward(const PolyNormBackward& p, int device, void* raw_
       return gpu_launch(&poly_norm_backward_streamed_kernel<T, kForm, kAligned>, grid, block, 0, 1,
                         stream, p);
     }
-    const bool is_long =
-        row.cluster > 1 || row.threads_per_row > poly_norm_backward_threads(has_mul(kForm));
+    const bool is_long = row.cluster > 1 || row.threads_per_row > poly_norm_threads(has_mul(kForm));
     return with_row_kernel<kForm, kAligned>(
         row, is_long, [&](auto vectors, auto rows, auto is_long) {
           return gpu_launch(&poly_norm_backward_kernel<T, vectors, rows, kForm, kAligned, is_long>,
