@@ -37,7 +37,7 @@ TIES = {dtype: 2 * FLOAT32_ROUNDINGS * UNIT[torch.float32] / UNIT[dtype] for dty
 # The RMS error of half results is that of the last rounding, and has a spread of under 1%.
 ACCURACY_SLACK = UNIT[torch.float32]
 ACCURACY_RMS_RATIO = 1.01
-# The largest error of half results is half an ulp, and all the float32 noise that assert_close allows.
+# The largest error of half results is half an ulp, and the float32 noise that assert_close allows.
 HALF_ACCURACY_SLACK = FLOAT32_ROUNDINGS * UNIT[torch.float32]
 
 # Float64 central differences with a step of 1e-5 are good to 1e-9: float32 gradients are the limit.

@@ -10,7 +10,7 @@ from .registry import Case
 # Of the error's norm over the reference's norm. Rounding a result once costs about 1.6e-3 in
 # bfloat16, an eighth of that in float16; float32 results carry the error of long float32 sums.
 NORM_TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-5}
-# Of a tensor of a few elements, one unlucky rounding may be all of the error: half the type's epsilon.
+# Of a tensor of a few elements, one unlucky rounding may be all of the error: half of epsilon.
 FEW_ELEMENTS = 64
 # Of each element's error over its size plus the root mean square of all: twice the rounding error,
 # so that one wrong row among a million is seen.

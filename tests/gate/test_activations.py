@@ -150,8 +150,8 @@ def test_the_names_of_transformers(fuselage, device, name, function):
 
 # Tails
 
-# What is smaller than this may be flushed to zero: e^-|x| below the smallest normal float32, times an x of
-# at most 104, where it is zero in any case.
+# What is smaller than this may be flushed to zero: e^-|x| below the smallest normal float32, times
+# an x of at most 104, where it is zero in any case.
 SMALLEST = 104 * torch.finfo(torch.float32).tiny
 
 # Slopes that are the same on both sides of zero, and the side on which float64 autograd does not
