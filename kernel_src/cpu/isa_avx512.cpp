@@ -5,7 +5,7 @@
 #define FUSELAGE_ISA avx512
 #define FUSELAGE_VECTOR_BYTES 64
 
-#include "cpu/poly_norm.cpp"
 #include "cpu/activation.cpp"
+#include "cpu/poly_norm.cpp"
 #include "cpu/rms_norm.cpp"
 #endif
