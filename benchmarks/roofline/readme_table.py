@@ -1,7 +1,7 @@
-"""Writes the tables of README.md from the results files, between two markers.
+"""Writes the tables of README.md and benchmarks/results/README.md from the results files.
 
-python -m benchmarks.roofline.readme_table            # rewrite README.md
-python -m benchmarks.roofline.readme_table --check    # exit with 1 if it would change
+python -m benchmarks.roofline.readme_table            # rewrite both, between their markers
+python -m benchmarks.roofline.readme_table --check    # exit with 1 if they would change
 python -m benchmarks.roofline.readme_table --print    # the tables alone
 """
 
@@ -12,12 +12,13 @@ import difflib
 import sys
 from pathlib import Path
 
-from . import results
+from . import bar, results
 from .contenders import REPO
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
-TITLES = {"eager": "eager", "torch": "`F.rms_norm`", "compile": "`torch.compile`", "liger": "Liger"}
+# PyTorch's own function where there is one (F.rms_norm), and otherwise its formula, not compiled.
+PYTORCH = ("torch", "eager")
 
 
 def tables(folder: Path = results.FOLDER) -> str:
@@ -61,8 +62,8 @@ def _main(stored: dict) -> list[dict]:
 
 
 def _gpu_table(stored: dict) -> str:
-    names = ("torch", "compile", "liger")
-    head = ["operator", "shape", "µs", "GB/s", "of `copy_`", *(f"over {TITLES[n]}" for n in names)]
+    baselines = {"PyTorch": PYTORCH, "`torch.compile`": ("compile",), "Liger": ("liger",)}
+    head = ["operator", "shape", "µs", "GB/s", "of `copy_`", *(f"over {n}" for n in baselines)]
     rows = [
         [
             f"`{case['operator']}` {DIRECTIONS[case['direction']]}",
@@ -70,7 +71,7 @@ def _gpu_table(stored: dict) -> str:
             f"{case['contenders']['fuselage']['us']:.1f}",
             f"{case['contenders']['fuselage']['gbs']:.0f}",
             f"{100 * case['fraction_of_copy']:.0f}%",
-            *(_speed_up(case, name) for name in names),
+            *(_speed_up(case, *names) for names in baselines.values()),
         ]
         for case in _main(stored)
     ]
@@ -78,15 +79,15 @@ def _gpu_table(stored: dict) -> str:
 
 
 def _cpu_table(stored: dict) -> str:
-    names = ("eager", "torch")
-    head = ["operator", "shape", "threads", "µs", *(f"over {TITLES[n]}" for n in names)]
+    baselines = {"eager": ("eager",), "`F.rms_norm`": ("torch",)}
+    head = ["operator", "shape", "threads", "µs", *(f"over {n}" for n in baselines)]
     rows = [
         [
             f"`{case['operator']}` {DIRECTIONS[case['direction']]}",
             case["shape"],
             str(case["threads"]),
             f"{case['contenders']['fuselage']['us']:.1f}",
-            *(_speed_up(case, name) for name in names),
+            *(_speed_up(case, *names) for names in baselines.values()),
         ]
         for case in _main(stored)
     ]
@@ -102,9 +103,34 @@ def _host_table(name: str, section: dict) -> str:
     return f"Host time, {name}:\n\n" + _markdown(["call", "µs", f"over `{yardstick}`"], rows)
 
 
-def _speed_up(case: dict, name: str) -> str:
-    entry = case["contenders"].get(name)
-    return f"{entry['us'] / case['contenders']['fuselage']['us']:.2f}x" if entry else "-"
+def _speed_up(case: dict, *names: str) -> str:
+    """Over the first of these that was measured."""
+    for name in names:
+        entry = case["contenders"].get(name)
+        if entry:
+            return f"{entry['us'] / case['contenders']['fuselage']['us']:.2f}x"
+    return "-"
+
+
+def misses(folder: Path = results.FOLDER) -> str:
+    """Markdown for every device: the checks that miss the bar."""
+    return "\n\n".join(_misses(results.load(path)) for path in results.stored_files(folder))
+
+
+def _misses(stored: dict) -> str:
+    checks = bar.checks(stored)
+    missed = [check for check in checks if check.missed]
+    rows = [
+        [
+            f"`{check.row}`",
+            check.rule,
+            f"{check.measured:.2f}",
+            f"{'at least' if check.at_least else 'at most'} {check.limit:.2f}",
+        ]
+        for check in missed
+    ]
+    title = f"**{stored['environment']['device']}**: {len(missed)} of {len(checks)} checks"
+    return f"{title}\n\n" + _markdown(["row", "rule", "measured", "bar"], rows)
 
 
 def _markdown(head: list[str], rows: list[list[str]]) -> str:
@@ -112,12 +138,15 @@ def _markdown(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule[: len(head)], *rows])
 
 
-def updated(readme: str, generated: str) -> str:
-    """The README with `generated` between the markers."""
-    before, begin, rest = readme.partition(BEGIN)
+PAGES = {REPO / "README.md": tables, results.FOLDER / "README.md": misses}
+
+
+def updated(path: Path, generated: str) -> str:
+    """The page with `generated` between the markers."""
+    before, begin, rest = path.read_text("utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise SystemExit(f"error: README.md lacks {BEGIN} and {END}")
+        raise SystemExit(f"error: {path} lacks {BEGIN} and {END}")
     return f"{before}{begin}\n{generated}\n{end}{after}"
 
 
@@ -127,25 +156,25 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--print", action="store_true")
-    parser.add_argument("--readme", type=Path, default=REPO / "README.md")
-    parser.add_argument("--results", type=Path, default=results.FOLDER)
     options = parser.parse_args(arguments)
-    generated = tables(options.results)
     if options.print:
-        print(generated)
+        print(*(generate() for generate in PAGES.values()), sep="\n\n")
         return 0
-    old = options.readme.read_text("utf-8")
-    new = updated(old, generated)
-    if options.check and new != old:
-        changes = difflib.unified_diff(
-            old.splitlines(), new.splitlines(), "README.md", "generated", lineterm=""
-        )
-        print(*changes, sep="\n")
+    stale = False
+    for path, generate in PAGES.items():
+        old, new = path.read_text("utf-8"), updated(path, generate())
+        if not options.check:
+            path.write_text(new, "utf-8")
+        elif new != old:
+            stale = True
+            name = str(path.relative_to(REPO))
+            changes = difflib.unified_diff(
+                old.splitlines(), new.splitlines(), name, "generated", lineterm=""
+            )
+            print(*changes, sep="\n")
+    if stale:
         print("error: run python -m benchmarks.roofline.readme_table", file=sys.stderr)
-        return 1
-    if not options.check:
-        options.readme.write_text(new, "utf-8")
-    return 0
+    return int(stale)
 
 
 if __name__ == "__main__":
