@@ -39,4 +39,15 @@ inline bool dispatch_activation_output(DType activation, DType output, F&& f) {
   return false;
 }
 
+// Whether rows of this type start on 16-byte boundaries. Null does.
+inline bool aligned_rows(const void* pointer, int64_t stride, DType dtype) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride * dtype_size(dtype) % 16 == 0;
+}
+
+// f(true_type) or f(false_type).
+template <typename F>
+gpuError with_bool(bool value, F&& f) {
+  return value ? f(std::true_type{}) : f(std::false_type{});
+}
+
 }  // namespace fuselage

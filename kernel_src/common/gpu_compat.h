@@ -48,6 +48,11 @@ inline const char* gpuGetErrorString(gpuError error) { return cudaGetErrorString
 
 #endif
 
+// Null, or what is wrong.
+inline const char* message_of(gpuError error) {
+  return error == gpuSuccess ? nullptr : gpuGetErrorString(error);
+}
+
 // Lets `kernel` use more dynamic shared memory than the 48 KB every block may have.
 template <typename Kernel>
 inline gpuError gpu_allow_shared_bytes(Kernel kernel, int bytes) {

@@ -378,6 +378,26 @@ struct Loading<T, N, false> {
   }
 };
 
+// One vector of a row, by itself.
+template <bool kAligned, int N, typename T>
+__device__ __forceinline__ Vector<T, N> load(const T* row, int column, int dim) {
+  Loading<T, N, kAligned> loading;
+  loading.start(row, column, dim);
+  return loading.finish(row, column, dim);
+}
+
+// Writes `vector` where `inside`. All lanes of the warp call together unless kAligned.
+template <bool kAligned, int N, typename T>
+__device__ __forceinline__ void store(const Vector<T, N>& vector, T* row, int column, int dim,
+                                      bool inside) {
+  if constexpr (kAligned) {
+    if (inside) vector.store(row + column);
+  } else {
+    vector.store_unaligned(row, column, dim, inside,
+                           blockDim.x < kWarpSize ? blockDim.x : kWarpSize);
+  }
+}
+
 // Values rounded to T and back.
 template <typename T, int N>
 __device__ __forceinline__ void round_all(float (&values)[N]) {

@@ -368,10 +368,6 @@ __global__ void __launch_bounds__(1024)
 
 // ---- launchers ----
 
-const char* message_of(gpuError error) {
-  return error == gpuSuccess ? nullptr : gpuGetErrorString(error);
-}
-
 template <class Function>
 bool is_aligned(const Elementwise& p, int element_size) {
   const auto starts_aligned = [&](const Operand& operand) {
@@ -431,9 +427,9 @@ gpuError launch_sum(const Elementwise& p, int device, DType dtype, gpuStream str
   dispatch_activation_output(p.bias_dtype, p.bias_dtype, [&](auto tag, auto) {
     using B = typename decltype(tag)::type;
     error =
-        gpu_launch_after(&activation_bias_kernel<B>, dim3(activation_ceil_div(p.dim, 32)),
-                         dim3(32, 32), stream, const_cast<const float*>(p.partials),
-                         static_cast<B*>(p.grad_bias), p.dim, static_cast<int>(policy.row_blocks));
+        gpu_launch_after(&activation_bias_kernel<B>, dim3(ceil_div(p.dim, 32)), dim3(32, 32),
+                         stream, const_cast<const float*>(p.partials), static_cast<B*>(p.grad_bias),
+                         p.dim, static_cast<int>(policy.row_blocks));
   });
   return error;
 }

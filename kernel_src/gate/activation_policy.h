@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "common/device_info.h"
+#include "common/launch_policy.h"
 
 namespace fuselage {
 
@@ -23,23 +23,13 @@ struct ActivationPolicy {
   int64_t column_blocks, row_blocks;
 };
 
-inline int64_t activation_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Threads for `count` vectors in a row: a power of two within a warp, whole warps beyond.
-inline int activation_threads_for(int64_t count) {
-  if (count > kWarpSize) return static_cast<int>(activation_ceil_div(count, kWarpSize) * kWarpSize);
-  int power = 1;
-  while (power < count) power *= 2;
-  return power;
-}
-
 // `most_vectors`: what a thread has where there is work for all multiprocessors; `least_vectors` where not.
 inline ActivationPolicy activation_policy(const DeviceInfo& device, int element_size,
                                           int most_vectors, int least_vectors, int64_t rows,
                                           int64_t dim) {
   constexpr int kBlock = 256;  // threads of a block, but for rows that fit better into others
   const int vector_size = 16 / element_size;
-  const int64_t count = activation_ceil_div(dim, vector_size);
+  const int64_t count = ceil_div(dim, vector_size);
   ActivationPolicy policy{};
   // Few elements: one vector a thread gives more blocks, and each is done sooner.
   const int64_t full = int64_t{2} * device.multiprocessors * kBlock * most_vectors;
@@ -47,9 +37,9 @@ inline ActivationPolicy activation_policy(const DeviceInfo& device, int element_
   policy.threads_y = 1;
   if (count <= kBlock) {
     // Rows side by side and, for a thread with several vectors, below each other.
-    policy.threads_x = activation_threads_for(count);
+    policy.threads_x = threads_for(count, 1);
     policy.threads_y = static_cast<int>(
-        std::min<int64_t>(std::max(1, kBlock / policy.threads_x), activation_ceil_div(rows, 1)));
+        std::min<int64_t>(std::max(1, kBlock / policy.threads_x), ceil_div(rows, 1)));
     // NOTE: whole warps, or an unaligned store would wait for lanes that are not there.
     while (policy.threads_x * policy.threads_y % kWarpSize != 0) ++policy.threads_y;
     policy.row_step = policy.threads_y;
@@ -59,15 +49,14 @@ inline ActivationPolicy activation_policy(const DeviceInfo& device, int element_
   } else {
     // A row is cut into blocks of equal size, so that the last is not mostly empty.
     const int most_threads = rows == 1 || policy.vectors == 1 ? kBlock : kActivationThreads;
-    policy.column_blocks = activation_ceil_div(count, int64_t{policy.vectors} * most_threads);
-    policy.threads_x =
-        activation_threads_for(activation_ceil_div(count, policy.vectors * policy.column_blocks));
+    policy.column_blocks = ceil_div(count, int64_t{policy.vectors} * most_threads);
+    policy.threads_x = threads_for(ceil_div(count, policy.vectors * policy.column_blocks), 1);
     policy.threads_x = std::max(policy.threads_x, kWarpSize);
     policy.column_step = policy.threads_x * vector_size;
     policy.rows_per_block = 1;
     policy.columns_per_block = policy.column_step * policy.vectors;
   }
-  policy.row_blocks = activation_ceil_div(rows, policy.rows_per_block);
+  policy.row_blocks = ceil_div(rows, policy.rows_per_block);
   return policy;
 }
 
@@ -76,23 +65,21 @@ inline ActivationPolicy activation_policy(const DeviceInfo& device, int element_
 inline ActivationPolicy activation_sum_policy(const DeviceInfo& device, int element_size,
                                               int vectors, int64_t rows, int64_t dim) {
   const int vector_size = 16 / element_size;
-  const int64_t count = activation_ceil_div(dim, vector_size);
+  const int64_t count = ceil_div(dim, vector_size);
   ActivationPolicy policy{};
   policy.vectors = vectors;
-  policy.threads_x = activation_threads_for(std::min<int64_t>(count, kWarpSize));
+  policy.threads_x = threads_for(std::min<int64_t>(count, kWarpSize), 1);
   policy.threads_y = kActivationSumThreads / policy.threads_x;
   policy.row_step = policy.threads_y;
   policy.columns_per_block = policy.threads_x * vector_size;
-  policy.column_blocks = activation_ceil_div(count, policy.threads_x);
+  policy.column_blocks = ceil_div(count, policy.threads_x);
   // Enough blocks for the GPU, each with so many rows that its partial sums are little beside them.
   const int64_t rows_at_once = int64_t{policy.threads_y} * vectors;
-  const int64_t wanted =
-      activation_ceil_div(int64_t{4} * device.multiprocessors, policy.column_blocks);
-  const int64_t chunks =
-      std::clamp<int64_t>(activation_ceil_div(rows, 2 * rows_at_once), 1, wanted);
+  const int64_t wanted = ceil_div(int64_t{4} * device.multiprocessors, policy.column_blocks);
+  const int64_t chunks = std::clamp<int64_t>(ceil_div(rows, 2 * rows_at_once), 1, wanted);
   policy.rows_per_block =
-      static_cast<int>(std::min<int64_t>(activation_ceil_div(rows, chunks), int64_t{1} << 30));
-  policy.row_blocks = activation_ceil_div(rows, policy.rows_per_block);
+      static_cast<int>(std::min<int64_t>(ceil_div(rows, chunks), int64_t{1} << 30));
+  policy.row_blocks = ceil_div(rows, policy.rows_per_block);
   return policy;
 }
 

@@ -30,26 +30,6 @@ constexpr bool has_mul(Form form) { return form != Form::plain; }
 
 // ---- device helpers ----
 
-template <bool kAligned, int N, typename T>
-__device__ __forceinline__ Vector<T, N> load(const T* row, int column, int dim) {
-  Loading<T, N, kAligned> loading;
-  loading.start(row, column, dim);
-  return loading.finish(row, column, dim);
-}
-
-// Writes `values` where `inside`. All lanes of the warp call together unless kAligned.
-template <bool kAligned, typename T, int N>
-__device__ __forceinline__ void store(const float (&values)[N], T* row, int column, int dim,
-                                      bool inside) {
-  const Vector<T, N> vector = Vector<T, N>::from_floats(values);
-  if constexpr (kAligned) {
-    if (inside) vector.store(row + column);
-  } else {
-    vector.store_unaligned(row, column, dim, inside,
-                           blockDim.x < kWarpSize ? blockDim.x : kWarpSize);
-  }
-}
-
 // Element `i` of values that are T or float32.
 template <typename T>
 __device__ __forceinline__ float element(const void* values, DType dtype, int64_t i) {
@@ -351,7 +331,8 @@ __global__ void __launch_bounds__(kAligned&& kForm == Form::plain ? 576 : kPolyN
       float values[N];
       results<kForm>(x_packed[i][j], mul_packed, y, factors.is_padding(i), cuts, p.hidden_clamp,
                      values);
-      store<kAligned>(values, out, column, dim, column < write_dim_of(i));
+      store<kAligned>(Vector<T, N>::from_floats(values), out, column, dim,
+                      column < write_dim_of(i));
     }
   }
 }
@@ -395,7 +376,7 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
     if constexpr (has_mul(kForm)) mul_packed = load<kAligned, N>(mul, column, dim_to_read);
     float values[N];
     results<kForm>(x_packed, mul_packed, y, factors.is_padding(0), cuts, p.hidden_clamp, values);
-    store<kAligned>(values, out, column, dim, column < dim);
+    store<kAligned>(Vector<T, N>::from_floats(values), out, column, dim, column < dim);
   }
 }
 
@@ -451,7 +432,7 @@ __device__ __forceinline__ void write_gradients(const Vector<T, N>& grad_out,
 #pragma unroll
         for (int k = 0; k < N; ++k) values[k] = padding ? 0.0f : values[k];
       }
-      store<kAligned>(values, grad_mul, column, dim, inside);
+      store<kAligned>(Vector<T, N>::from_floats(values), grad_mul, column, dim, inside);
     }
   }
   if (grad_x == nullptr) return;
@@ -466,7 +447,7 @@ __device__ __forceinline__ void write_gradients(const Vector<T, N>& grad_out,
 #pragma unroll
     for (int k = 0; k < N; ++k) values[k] = padding ? 0.0f : values[k];
   }
-  store<kAligned>(values, grad_x, column, dim, inside);
+  store<kAligned>(Vector<T, N>::from_floats(values), grad_x, column, dim, inside);
 }
 
 __device__ __forceinline__ void load_rstd(const float* saved, int64_t row, float (&rstd)[3]) {
@@ -749,14 +730,6 @@ __global__ void __launch_bounds__(1024) poly_norm_backward_weight_kernel(const P
 }
 
 // ---- launchers ----
-
-const char* message_of(gpuError error) {
-  return error == gpuSuccess ? nullptr : gpuGetErrorString(error);
-}
-
-bool aligned_rows(const void* pointer, int64_t stride, DType dtype) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride * dtype_size(dtype) % 16 == 0;
-}
 
 // Whether every row of every tensor starts and ends on a 16-byte boundary.
 bool is_aligned(const PolyNormForward& p) {

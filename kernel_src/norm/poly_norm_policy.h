@@ -3,9 +3,8 @@
 
 #include <algorithm>
 
-#include "common/device_info.h"
+#include "common/launch_policy.h"
 #include "norm/poly_norm.h"
-#include "norm/rms_norm_policy.h"
 
 namespace fuselage {
 

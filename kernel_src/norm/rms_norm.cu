@@ -35,25 +35,6 @@ __device__ __forceinline__ bool weight_is_packed(const void* weight, DType weigh
   return weight != nullptr && (sizeof(T) == sizeof(float) || weight_dtype != DType::float32);
 }
 
-template <bool kAligned, int N, typename T>
-__device__ __forceinline__ Vector<T, N> load(const T* row, int column, int dim) {
-  Loading<T, N, kAligned> loading;
-  loading.start(row, column, dim);
-  return loading.finish(row, column, dim);
-}
-
-// Writes `vector` where `inside`. All lanes of the warp call together unless kAligned.
-template <bool kAligned, int N, typename T>
-__device__ __forceinline__ void store(const Vector<T, N>& vector, T* row, int column, int dim,
-                                      bool inside) {
-  if constexpr (kAligned) {
-    if (inside) vector.store(row + column);
-  } else {
-    vector.store_unaligned(row, column, dim, inside,
-                           blockDim.x < kWarpSize ? blockDim.x : kWarpSize);
-  }
-}
-
 // N columns of the weight from `column` on; those behind the last are zero.
 template <bool kAligned, int N, typename W>
 __device__ __forceinline__ Vector<W, N> load_weight(const W* weight, int column, int dim) {
@@ -920,16 +901,6 @@ __global__ void __launch_bounds__(kWeightThreads)
 
 // ---- launchers ----
 
-const char* message_of(gpuError error) {
-  return error == gpuSuccess ? nullptr : gpuGetErrorString(error);
-}
-
-bool aligned_rows(const void* pointer, int64_t stride, DType dtype) {
-  const int64_t bytes = 16;
-  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0 &&
-         stride * dtype_size(dtype) % bytes == 0;
-}
-
 // Whether every row of every tensor starts and ends on a 16-byte boundary (of x, where types differ).
 bool is_aligned(const RmsNormForward& p) {
   return p.dim * dtype_size(p.x_dtype) % 16 == 0 && aligned_rows(p.x, p.x_stride, p.x_dtype) &&
@@ -943,12 +914,6 @@ bool is_aligned(const RmsNormBackward& p) {
          aligned_rows(p.grad_out, p.grad_out_stride, p.out_dtype) &&
          aligned_rows(p.grad_new_residual, p.grad_new_residual_stride, p.x_dtype) &&
          aligned_rows(p.grad_x, p.dim, p.x_dtype) && aligned_rows(p.weight, 0, p.x_dtype);
-}
-
-// f(true_type) or f(false_type).
-template <typename F>
-gpuError with_bool(bool value, F&& f) {
-  return value ? f(std::true_type{}) : f(std::false_type{});
 }
 
 BackwardPolicy policy_of(const RmsNormBackward& p, int device) {

@@ -8,6 +8,7 @@ from typing import Optional
 import torch
 
 from ._autograd import below_autograd, mark_written, needs_grad, no_double_backward
+from ._fake import check_devices
 from ._ops import add_op_namespace_prefix, ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
@@ -263,15 +264,6 @@ torch.library.register_autograd(
 # device.
 
 
-def _check_devices(op, x, **others):
-    for name, other in others.items():
-        if other is not None and other.device != x.device:
-            raise RuntimeError(
-                f"fuselage::{op}: `{name}` must be on the device of `x` ({x.device}), "
-                f"got {other.device}"
-            )
-
-
 def _out_like(x, out_dtype):
     return x.new_empty(x.shape, dtype=out_dtype or x.dtype)
 
@@ -282,20 +274,20 @@ def _rstd_like(x):
 
 @torch.library.register_fake(add_op_namespace_prefix("rms_norm"))
 def _(x, weight, eps, weight_offset, cast_before_weight, out_dtype):
-    _check_devices("rms_norm", x, weight=weight)
+    check_devices("rms_norm", "x", x, weight=weight)
     return _out_like(x, out_dtype)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rms_norm_fwd"))
 def _(x, weight, eps, weight_offset, cast_before_weight, out_dtype):
-    _check_devices("rms_norm", x, weight=weight)
+    check_devices("rms_norm", "x", x, weight=weight)
     return _out_like(x, out_dtype), _rstd_like(x)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rms_norm_bwd"))
 def _(grad_out, grad_new_residual, x, weight, rstd, weight_offset, needs_grad_x, needs_grad_weight):
     others = {"grad_out": grad_out, "grad_new_residual": grad_new_residual}
-    _check_devices("rms_norm_bwd", x, **others, weight=weight, rstd=rstd)
+    check_devices("rms_norm_bwd", "x", x, **others, weight=weight, rstd=rstd)
     grad_x = x.new_empty(x.shape if needs_grad_x else (0,))
     if needs_grad_weight and weight is not None:
         return grad_x, weight.new_empty(weight.shape)
@@ -304,16 +296,16 @@ def _(grad_out, grad_new_residual, x, weight, rstd, weight_offset, needs_grad_x,
 
 @torch.library.register_fake(add_op_namespace_prefix("fused_add_rms_norm"))
 def _(x, residual, weight, eps, weight_offset, cast_before_weight, out_dtype):
-    _check_devices("fused_add_rms_norm", x, residual=residual, weight=weight)
+    check_devices("fused_add_rms_norm", "x", x, residual=residual, weight=weight)
     return _out_like(x, out_dtype), _out_like(x, None)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("fused_add_rms_norm_fwd"))
 def _(x, residual, weight, eps, weight_offset, cast_before_weight, out_dtype):
-    _check_devices("fused_add_rms_norm", x, residual=residual, weight=weight)
+    check_devices("fused_add_rms_norm", "x", x, residual=residual, weight=weight)
     return _out_like(x, out_dtype), _out_like(x, None), _rstd_like(x)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("fused_add_rms_norm_"))
 def _(x, residual, weight, eps, weight_offset, cast_before_weight):
-    _check_devices("fused_add_rms_norm_", x, residual=residual, weight=weight)
+    check_devices("fused_add_rms_norm_", "x", x, residual=residual, weight=weight)

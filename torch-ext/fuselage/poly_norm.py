@@ -8,6 +8,7 @@ from typing import Optional
 import torch
 
 from ._autograd import below_autograd, needs_grad, no_double_backward
+from ._fake import check_devices
 from ._ops import add_op_namespace_prefix, ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
@@ -281,15 +282,6 @@ torch.library.register_autograd(
 # device.
 
 
-def _check_devices(op, x, **others):
-    for name, other in others.items():
-        if other is not None and other.device != x.device:
-            raise RuntimeError(
-                f"fuselage::{op}: `{name}` must be on the device of `x` ({x.device}), "
-                f"got {other.device}"
-            )
-
-
 def _out_like(x, packed):
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2) if packed else x.shape)
 
@@ -308,25 +300,25 @@ def _grads_like(x, mul, weight, bias, needs):
 
 @torch.library.register_fake(add_op_namespace_prefix("poly_norm"))
 def _(x, weight, bias, eps):
-    _check_devices("poly_norm", x, weight=weight, bias=bias)
+    check_devices("poly_norm", "x", x, weight=weight, bias=bias)
     return _out_like(x, False)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("poly_norm_fwd"))
 def _(x, weight, bias, eps):
-    _check_devices("poly_norm", x, weight=weight, bias=bias)
+    check_devices("poly_norm", "x", x, weight=weight, bias=bias)
     return _out_like(x, False), _rstd_like(x)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("fused_mul_poly_norm"))
 def _(x, mul, weight, bias, eps, mul_first):
-    _check_devices("fused_mul_poly_norm", x, mul=mul, weight=weight, bias=bias)
+    check_devices("fused_mul_poly_norm", "x", x, mul=mul, weight=weight, bias=bias)
     return _out_like(x, mul is None)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("fused_mul_poly_norm_fwd"))
 def _(x, mul, weight, bias, eps, mul_first):
-    _check_devices("fused_mul_poly_norm", x, mul=mul, weight=weight, bias=bias)
+    check_devices("fused_mul_poly_norm", "x", x, mul=mul, weight=weight, bias=bias)
     return _out_like(x, mul is None), _rstd_like(x)
 
 
@@ -345,8 +337,8 @@ def _(
     needs_grad_weight,
     needs_grad_bias,
 ):
-    _check_devices(
-        "poly_norm_bwd", x, grad_out=grad_out, mul=mul, weight=weight, bias=bias, rstd=rstd
+    check_devices(
+        "poly_norm_bwd", "x", x, grad_out=grad_out, mul=mul, weight=weight, bias=bias, rstd=rstd
     )
     needs = (needs_grad_x, needs_grad_mul, needs_grad_weight, needs_grad_bias)
     return _grads_like(x, mul, weight, bias, needs)
@@ -354,13 +346,13 @@ def _(
 
 @torch.library.register_fake(add_op_namespace_prefix("grouped_poly_norm"))
 def _(x, mul, weight, bias, offs, eps, mul_first, hidden_clamp):
-    _check_devices("grouped_poly_norm", x, mul=mul, weight=weight, bias=bias, offs=offs)
+    check_devices("grouped_poly_norm", "x", x, mul=mul, weight=weight, bias=bias, offs=offs)
     return _out_like(x, mul is None)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("grouped_poly_norm_fwd"))
 def _(x, mul, weight, bias, offs, eps, mul_first, hidden_clamp):
-    _check_devices("grouped_poly_norm", x, mul=mul, weight=weight, bias=bias, offs=offs)
+    check_devices("grouped_poly_norm", "x", x, mul=mul, weight=weight, bias=bias, offs=offs)
     return _out_like(x, mul is None), _rstd_like(x)
 
 
@@ -381,6 +373,6 @@ def _(
     needs_grad_bias,
 ):
     others = {"mul": mul, "weight": weight, "bias": bias, "offs": offs, "rstd": rstd}
-    _check_devices("grouped_poly_norm_bwd", x, grad_out=grad_out, **others)
+    check_devices("grouped_poly_norm_bwd", "x", x, grad_out=grad_out, **others)
     needs = (needs_grad_x, needs_grad_mul, needs_grad_weight, needs_grad_bias)
     return _grads_like(x, mul, weight, bias, needs)
