@@ -144,7 +144,6 @@ def row_inputs_of(operators):
     return params
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize(("op", "names"), row_inputs_of(OPERATORS))
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -23,7 +23,6 @@ PLAIN = [plain_operator(name) for name in ("gelu", "gelu_tanh", "gelu_quick", "r
 PACKED = [act_and_mul_operator(name, gate_first) for name in GATES for gate_first in (True, False)]
 
 
-@pytest.mark.kernels_ci
 @each_operator([*PLAIN, *PACKED])
 @each_dtype
 @on_devices((1, 7, 96, 1000, 4097), (1, 7, 8, 96, 1000, 2056, 4096, 4097, 11008, 65544))

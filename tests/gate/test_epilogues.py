@@ -12,7 +12,6 @@ OPS = (BIAS_ACT, ADD_MUL_ACT)
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 
-@pytest.mark.kernels_ci
 @each_op
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @each_dtype

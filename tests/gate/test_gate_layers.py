@@ -98,7 +98,6 @@ def compiled_if(mode: Mode, module: nn.Module):
     return torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_an_activation(fuselage, device, kernelized, name, mode):
