@@ -21,27 +21,40 @@ DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 PYTORCH = ("torch", "eager")
 
 
-def tables(folder: Path = results.FOLDER) -> str:
-    """Markdown for every device: its main rows, and host time on a GPU."""
+def summary() -> str:
+    """Markdown for every device: one row for each operator and direction."""
     parts = []
-    for path in results.stored_files(folder):
-        stored = results.load(path)
-        on_cpu = "cuda" not in stored["environment"]
-        parts.append(_title(stored))
-        parts.append(_cpu_table(stored) if on_cpu else _gpu_table(stored))
-        if not on_cpu:
-            parts += [_host_table(name, section) for name, section in stored["host"].items()]
-    return "\n\n".join(part for part in parts if part)
+    for stored in map(results.load, results.stored_files()):
+        first = {}
+        for case in _main(stored):
+            first.setdefault((case["operator"], case["direction"], case.get("threads")), case)
+        cases = list(first.values())
+        parts += [_title(stored, cases), _table(stored, cases)]
+    return "\n\n".join(parts)
 
 
-def _title(stored: dict) -> str:
+def details() -> str:
+    """Markdown for every device: its main rows, host time, and what misses the bar."""
+    parts = []
+    for stored in map(results.load, results.stored_files()):
+        cases = _main(stored)
+        parts += [_title(stored, [*cases, *stored["host"].values()]), _table(stored, cases)]
+        parts += [_host_table(name, section) for name, section in stored["host"].items()]
+        parts.append(_misses(stored))
+    return "\n\n".join(parts)
+
+
+def _table(stored: dict, cases: list[dict]) -> str:
+    return _gpu_table(cases) if "cuda" in stored["environment"] else _cpu_table(cases)
+
+
+def _title(stored: dict, records: list[dict]) -> str:
     environment = stored["environment"]
     software = [f"Torch {environment['torch']}"]
     if environment.get("triton"):
         software.append(f"Triton {environment['triton']}")
     if environment.get("liger-kernel"):
         software.append(f"Liger {environment['liger-kernel']}")
-    records = [*_main(stored), *stored["host"].values()]
     commits = sorted({_commit(record) for record in records})
     dates = sorted({record["date"] for record in records})
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
@@ -61,7 +74,7 @@ def _main(stored: dict) -> list[dict]:
     return [case for case in stored["cases"].values() if "main" in case["tags"]]
 
 
-def _gpu_table(stored: dict) -> str:
+def _gpu_table(cases: list[dict]) -> str:
     baselines = {"PyTorch": PYTORCH, "`torch.compile`": ("compile",), "Liger": ("liger",)}
     head = ["operator", "shape", "µs", "GB/s", "of `copy_`", *(f"over {n}" for n in baselines)]
     rows = [
@@ -73,12 +86,12 @@ def _gpu_table(stored: dict) -> str:
             f"{100 * case['fraction_of_copy']:.0f}%",
             *(_speed_up(case, *names) for names in baselines.values()),
         ]
-        for case in _main(stored)
+        for case in cases
     ]
     return _markdown(head, rows)
 
 
-def _cpu_table(stored: dict) -> str:
+def _cpu_table(cases: list[dict]) -> str:
     baselines = {"eager": ("eager",), "`F.rms_norm`": ("torch",)}
     head = ["operator", "shape", "threads", "µs", *(f"over {n}" for n in baselines)]
     rows = [
@@ -89,7 +102,7 @@ def _cpu_table(stored: dict) -> str:
             f"{case['contenders']['fuselage']['us']:.1f}",
             *(_speed_up(case, *names) for names in baselines.values()),
         ]
-        for case in _main(stored)
+        for case in cases
     ]
     return _markdown(head, rows)
 
@@ -112,11 +125,6 @@ def _speed_up(case: dict, *names: str) -> str:
     return "-"
 
 
-def misses(folder: Path = results.FOLDER) -> str:
-    """Markdown for every device: the checks that miss the bar."""
-    return "\n\n".join(_misses(results.load(path)) for path in results.stored_files(folder))
-
-
 def _misses(stored: dict) -> str:
     checks = bar.checks(stored)
     missed = [check for check in checks if check.missed]
@@ -129,7 +137,7 @@ def _misses(stored: dict) -> str:
         ]
         for check in missed
     ]
-    title = f"**{stored['environment']['device']}**: {len(missed)} of {len(checks)} checks"
+    title = f"What misses the bar, {len(missed)} of {len(checks)} checks:"
     return f"{title}\n\n" + _markdown(["row", "rule", "measured", "bar"], rows)
 
 
@@ -138,7 +146,7 @@ def _markdown(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule[: len(head)], *rows])
 
 
-PAGES = {REPO / "README.md": tables, results.FOLDER / "README.md": misses}
+PAGES = {REPO / "README.md": summary, results.FOLDER / "README.md": details}
 
 
 def updated(path: Path, generated: str) -> str:
