@@ -230,23 +230,25 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
 
   // ---- rows of any alignment: `column` is a multiple of N, the row's start is aligned to T alone ----
 
-  // Bytes [shift, shift + 16) of two vectors in a row.
+  // Bytes [shift, shift + kBytes) of two vectors in a row.
   static __device__ __forceinline__ Vector shifted(const Vector& first, const Vector& second,
                                                    int shift) {
     Vector result = zero();
-    if constexpr (kBytes == 16) {
-      uint32_t all[8];
+    if constexpr (kBytes == 8 || kBytes == 16) {
+      uint32_t all[2 * kWords];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < kWords; ++i) {
         all[i] = first.words[i];
-        all[4 + i] = second.words[i];
+        all[kWords + i] = second.words[i];
       }
 #pragma unroll
-      for (int i = 0; i < 7; ++i) all[i] = shift & 4 ? all[i + 1] : all[i];
+      for (int step = 1; step < kWords; step *= 2) {
 #pragma unroll
-      for (int i = 0; i < 5; ++i) all[i] = shift & 8 ? all[i + 2] : all[i];
+        for (int i = 0; i < 2 * kWords - step; ++i)
+          all[i] = shift & 4 * step ? all[i + step] : all[i];
+      }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < kWords; ++i) {
         const uint64_t pair = static_cast<uint64_t>(all[i + 1]) << 32 | all[i];
         result.words[i] = static_cast<uint32_t>(pair >> (shift & 3) * 8);
       }
@@ -357,7 +359,7 @@ struct Loading<T, N, false> {
   // NOTE: the first block may begin before the row, but not before the row's allocation; no block may end
   // behind the row. The one or two vectors for which it would are read by the element.
   static __device__ __forceinline__ bool in_blocks(const T* row, int column, int dim, int shift) {
-    if (V::kBytes > 16 && shift != 0) return false;
+    if ((V::kBytes < 8 || V::kBytes > 16) && shift != 0) return false;
     return column + N + (shift == 0 ? 0 : N - shift / static_cast<int>(sizeof(T))) <= dim;
   }
   __device__ __forceinline__ void start(const T* row, int column, int dim) {

@@ -148,7 +148,7 @@ static void activation_forward_pieces(const ActivationForward& p, int64_t begin,
     for_each_vector(first, last, [&](int64_t i, auto lanes) {
       const ActivationPair in = activation_load(p, x, y, i, lanes);
       const Floats bias = activation_load_bias<T>(p, i, lanes);
-      store(out + i, Formula::forward(in.x, in.y, bias, scalars), lanes);
+      store(out + i, Formula::forward(in.x + bias, in.y, scalars), lanes);
     });
   });
 }
@@ -178,7 +178,7 @@ FUSELAGE_INLINE void activation_backward_rows(const ActivationBackward& p, int64
     for (int r = 0; r < kRows; ++r) {
       ActivationPair in = {}, grad;
       if constexpr (Formula::kReadsInputs) in = activation_load(p, x[r], y[r], i, lanes);
-      Formula::backward(load(grad_out[r] + i, lanes), in.x, in.y, bias, scalars, grad.x, grad.y);
+      Formula::backward(load(grad_out[r] + i, lanes), in.x + bias, in.y, scalars, grad.x, grad.y);
       sum += grad.x;
       if (p.interleaved) {
         activation_store_pairs(grad_x[r] + 2 * i, grad, lanes);
@@ -255,15 +255,15 @@ FUSELAGE_INLINE void activation_visit_formula(const Params& p, Visit visit) {
     }
   }
   switch (p.activation) {
-    case Activation::none: return visit(AddFormula<M, Activation::none>{});
-    case Activation::relu: return visit(AddFormula<M, Activation::relu>{});
-    case Activation::sigmoid: return visit(AddFormula<M, Activation::sigmoid>{});
-    case Activation::tanh: return visit(AddFormula<M, Activation::tanh>{});
-    case Activation::gelu: return visit(AddFormula<M, Activation::gelu>{});
-    case Activation::gelu_tanh: return visit(AddFormula<M, Activation::gelu_tanh>{});
-    case Activation::gelu_quick: return visit(AddFormula<M, Activation::gelu_quick>{});
-    case Activation::silu: return visit(AddFormula<M, Activation::silu>{});
-    case Activation::relu2: return visit(AddFormula<M, Activation::relu2>{});
+    case Activation::none: return visit(AddFormula<M, Activation::none, true>{});
+    case Activation::relu: return visit(AddFormula<M, Activation::relu, true>{});
+    case Activation::sigmoid: return visit(AddFormula<M, Activation::sigmoid, true>{});
+    case Activation::tanh: return visit(AddFormula<M, Activation::tanh, true>{});
+    case Activation::gelu: return visit(AddFormula<M, Activation::gelu, true>{});
+    case Activation::gelu_tanh: return visit(AddFormula<M, Activation::gelu_tanh, true>{});
+    case Activation::gelu_quick: return visit(AddFormula<M, Activation::gelu_quick, true>{});
+    case Activation::silu: return visit(AddFormula<M, Activation::silu, true>{});
+    case Activation::relu2: return visit(AddFormula<M, Activation::relu2, true>{});
   }
 }
 

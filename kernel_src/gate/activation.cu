@@ -2,8 +2,9 @@
 //
 // Every operator reads one to three [rows, dim] tensors and writes one or two. A thread has a few vectors of
 // 16 bytes of each; all loads are issued before the first is used. Tensors without gaps between their rows come
-// here as one long row. Halves of a packed tensor are two tensors with the row stride of the whole; gate and
-// value in turn are two neighbouring vectors, taken apart in registers.
+// here as one long row. Halves of a packed tensor are two tensors with the row stride of the whole. Where gate and
+// value take turns in one tensor, the forward reads two vectors of it for each it writes; the backward writes one
+// for each half vector of grad_out, because two neighbouring ones would each be half of what a warp stores.
 //
 // The gradient of a bias is a sum over rows: blocks keep the sums of their columns in registers over a chunk of
 // rows and leave one row of float32 partial sums each; a second kernel adds these up in order.
@@ -78,74 +79,41 @@ struct RowLoading {
   }
 };
 
-// `kNeighbours`: the lanes of a warp have neighbouring vectors. All of them call together unless kAligned.
-template <bool kAligned, bool kNeighbours, int N, typename T>
-__device__ __forceinline__ void store(const Vector<T, N>& vector, T* row, int column, int dim,
-                                      bool inside) {
-  if constexpr (!kAligned && kNeighbours) {
-    vector.store_unaligned(row, column, dim, inside,
-                           blockDim.x < kWarpSize ? blockDim.x : kWarpSize);
-  } else if (inside) {
-    if (kAligned && column + N <= dim) {
-      vector.store(row + column);
-    } else {
-      store_elements(vector, row, column, dim);
-    }
+// All lanes of the warp call together unless kAligned.
+template <bool kAligned, int N, typename T>
+__device__ __forceinline__ void store_in_row(const Vector<T, N>& vector, T* row, int column,
+                                             int dim) {
+  if constexpr (!kAligned) {
+    store<false>(vector, row, column, dim, column < dim);
+  } else if (column + N <= dim) {
+    vector.store(row + column);
+  } else if (column < dim) {
+    store_elements(vector, row, column, dim);
   }
 }
 
 template <bool kAligned, int N, typename W>
-__device__ __forceinline__ void load_bias(const W* bias, int column, int dim, float (&values)[N]) {
+__device__ __forceinline__ void add_bias(const W* bias, int column, int dim, float (&values)[N]) {
   RowLoading<W, N, kAligned> loading;
   loading.start(bias, column, dim);
-  loading.finish(bias, column, dim).to_floats(values);
-}
-
-// Gate and value of N columns, out of 2 * N numbers in which they take turns.
-template <int N>
-__device__ __forceinline__ void take_apart(float (&first)[N], float (&second)[N]) {
-  float x[N], y[N];
+  float added[N];
+  loading.finish(bias, column, dim).to_floats(added);
 #pragma unroll
-  for (int k = 0; k < N; ++k) {
-    x[k] = k < N / 2 ? first[2 * k % N] : second[2 * k % N];
-    y[k] = k < N / 2 ? first[2 * k % N + 1] : second[2 * k % N + 1];
-  }
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    first[k] = x[k];
-    second[k] = y[k];
-  }
-}
-
-template <int N>
-__device__ __forceinline__ void put_together(float (&x)[N], float (&y)[N]) {
-  float first[N], second[N];
-#pragma unroll
-  for (int k = 0; k < N / 2; ++k) {
-    first[2 * k] = x[k];
-    first[2 * k + 1] = y[k];
-    second[2 * k] = x[N / 2 + k];
-    second[2 * k + 1] = y[N / 2 + k];
-  }
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    x[k] = first[k];
-    y[k] = second[k];
-  }
+  for (int k = 0; k < N; ++k) values[k] += added[k];
 }
 
 // ---- kernels ----
 
-// A [rows, dim] tensor, or null.
+// A [rows, dim] tensor, or null. Where gate and value take turns, x and its gradient are [rows, 2 * dim].
 struct Operand {
   const void* data;
   int64_t stride;
 };
 
 struct Elementwise {
-  Operand inputs[3];   // forward: x, y. Backward: grad_out, x, y
-  Operand outputs[2];  // forward: out. Backward: grad_x, grad_y
-  const void* bias;    // [dim]
+  Operand grad_out, x, y;  // grad_out: in the backward
+  Operand out, out_y;      // forward: out. Backward: grad_x, grad_y
+  const void* bias;        // [dim]
   DType bias_dtype;
   int64_t rows, dim;
   Scalars scalars;
@@ -153,134 +121,116 @@ struct Elementwise {
   void* grad_bias;  // [dim]
 };
 
-// What the kernels below do with their inputs. `pair`: which of two neighbouring vectors an operand is, where
-// gate and value take turns, and -1 where it is by itself.
-
-// kY: whether there is a y.
-template <template <class> class FormulaOf, typename T, bool kY, bool kInterleaved>
-struct Forward {
-  using Formula = FormulaOf<GpuMath<T>>;
-  static constexpr int kInputs = kY ? 2 : 1;
-  static constexpr int kOutputs = 1;
-  static constexpr bool kBias = Formula::kHasBias;
-
-  static __device__ __forceinline__ constexpr int input_pair(int i) {
-    return kInterleaved ? i : -1;
-  }
-  static __device__ __forceinline__ constexpr int output_pair(int) { return -1; }
-
-  template <int N>
-  static __device__ __forceinline__ void compute(float (&in)[kInputs][N], const float (&bias)[N],
-                                                 const Scalars& scalars, float (&out)[kOutputs][N],
-                                                 float (&)[N]) {
-    if constexpr (kInterleaved) take_apart(in[0], in[1]);
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      const float y = kY ? in[kY ? 1 : 0][k] : 0.0f;
-      out[0][k] = Formula::forward(in[0][k], y, bias[k], scalars);
-    }
-  }
+// What a kernel does to every element. kInTurn: x and y take turns in one tensor.
+template <class Formula_, bool kBackward_, bool kInTurn_>
+struct Function {
+  using Formula = Formula_;
+  static constexpr bool kBackward = kBackward_;
+  static constexpr bool kInTurn = kInTurn_;
+  static constexpr bool kReadsX = !kBackward || Formula::kReadsInputs;
+  static constexpr bool kReadsY = kReadsX && Formula::kHasY && !kInTurn;
+  static constexpr bool kReadsBias = kReadsX && Formula::kHasBias;
+  static constexpr bool kWritesY = kBackward && Formula::kHasY && !kInTurn;
+  static constexpr int kLoads = kBackward + kReadsX + kReadsY;
 };
 
-template <template <class> class FormulaOf, typename T, bool kInterleaved>
-struct Backward {
-  using Formula = FormulaOf<GpuMath<T>>;
-  static constexpr int kInputs = Formula::kReadsInputs ? 3 : 1;
-  static constexpr int kOutputs = 2;
-  static constexpr bool kBias = Formula::kHasBias && Formula::kReadsInputs;
-
-  static __device__ __forceinline__ constexpr int input_pair(int i) {
-    return kInterleaved ? i - 1 : -1;
-  }
-  static __device__ __forceinline__ constexpr int output_pair(int i) {
-    return kInterleaved ? i : -1;
-  }
-
-  // Adds grad_x to `sums`.
-  template <int N>
-  static __device__ __forceinline__ void compute(float (&in)[kInputs][N], const float (&bias)[N],
-                                                 const Scalars& scalars, float (&out)[kOutputs][N],
-                                                 float (&sums)[N]) {
-    if constexpr (kInterleaved) take_apart(in[1], in[2]);
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      const float x = kInputs > 1 ? in[kInputs > 1 ? 1 : 0][k] : 0.0f;
-      const float y = kInputs > 1 ? in[kInputs > 1 ? 2 : 0][k] : 0.0f;
-      Formula::backward(in[0][k], x, y, bias[k], scalars, out[0][k], out[1][k]);
-      sums[k] += out[0][k];
-    }
-    if constexpr (kInterleaved) put_together(out[0], out[1]);
-  }
-};
+// Columns of one vector.
+template <typename T, class Function>
+constexpr int kColumns =
+    16 / static_cast<int>(sizeof(T)) / (Function::kInTurn && Function::kBackward ? 2 : 1);
 
 // The work of a thread on kVectors vectors of rows below row_end. `first_column` counts from block_column, where
-// `dim` columns are left. Adds to `sums` what the function sums.
+// `dim` columns are left. Adds what it writes to `out` to `sums`.
 template <typename T, class Function, int kVectors, bool kAligned, int N>
 __device__ __forceinline__ void run_vectors(const Elementwise& p, int64_t first_row, int row_step,
                                             int64_t row_end, int64_t block_column, int first_column,
                                             int column_step, int dim, float (&sums)[N]) {
-  constexpr int kInputs = Function::kInputs;
-  constexpr int kOutputs = Function::kOutputs;
-  const auto row_of = [&](const Operand& operand, int pair, int j) {
-    const int64_t column = pair < 0 ? block_column : 2 * block_column;
+  using Formula = typename Function::Formula;
+  constexpr bool kInTurn = Function::kInTurn;
+  constexpr int kWidth = kInTurn ? 2 : 1;                          // elements of x a column
+  constexpr int kParts = kInTurn && !Function::kBackward ? 2 : 1;  // vectors of x
+  constexpr int kPart = kWidth * N / kParts;
+  const auto row_of = [&](const Operand& operand, int width, int j) {
     return static_cast<const T*>(operand.data) + (first_row + j * row_step) * operand.stride +
-           column;
+           width * block_column;
   };
-  const auto column_of = [&](int pair, int j) {
-    const int column = first_column + j * column_step;
-    return pair < 0 ? column : 2 * column + pair * N;
-  };
-  // Tensors that are not there, and rows behind the last, are empty.
-  const auto dim_of = [&](const Operand& operand, int pair, int j) {
-    if (operand.data == nullptr || first_row + j * row_step >= row_end) return 0;
-    return pair < 0 ? dim : 2 * dim;
-  };
+  const auto column_of = [&](int j) { return first_column + j * column_step; };
+  // Rows behind the last are empty.
+  const auto dim_of = [&](int j) { return first_row + j * row_step < row_end ? dim : 0; };
+  // The y of a gate is not there where only its own gradient is asked for.
+  const auto y_dim_of = [&](int j) { return p.y.data == nullptr ? 0 : dim_of(j); };
 
   // Start to load everything this thread works on.
-  RowLoading<T, N, kAligned> loading[kVectors][kInputs];
+  RowLoading<T, N, kAligned> grads[kVectors], ys[kVectors];
+  RowLoading<T, kPart, kAligned> xs[kVectors][kParts];
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
+    if constexpr (Function::kBackward)
+      grads[j].start(row_of(p.grad_out, 1, j), column_of(j), dim_of(j));
+    if constexpr (Function::kReadsX) {
 #pragma unroll
-    for (int i = 0; i < kInputs; ++i) {
-      const int pair = Function::input_pair(i);
-      loading[j][i].start(row_of(p.inputs[i], pair, j), column_of(pair, j),
-                          dim_of(p.inputs[i], pair, j));
+      for (int i = 0; i < kParts; ++i)
+        xs[j][i].start(row_of(p.x, kWidth, j), kWidth * column_of(j) + i * kPart,
+                       kWidth * dim_of(j));
     }
+    if constexpr (Function::kReadsY) ys[j].start(row_of(p.y, 1, j), column_of(j), y_dim_of(j));
   }
 
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
-    float bias[N];
+    float grad_out[N], x[N] = {}, y[N] = {}, out[kWidth * N], out_y[N];
+    if constexpr (Function::kBackward)
+      grads[j].finish(row_of(p.grad_out, 1, j), column_of(j), dim_of(j)).to_floats(grad_out);
+    if constexpr (Function::kReadsX) {
 #pragma unroll
-    for (int k = 0; k < N; ++k) bias[k] = 0.0f;
-    if (Function::kBias && p.bias != nullptr) {
-      if (sizeof(T) == sizeof(float) || p.bias_dtype == DType::float32) {
-        load_bias<kAligned>(static_cast<const float*>(p.bias) + block_column, column_of(-1, j), dim,
-                            bias);
-      } else {
-        load_bias<kAligned>(static_cast<const T*>(p.bias) + block_column, column_of(-1, j), dim,
-                            bias);
+      for (int i = 0; i < kParts; ++i) {
+        float part[kPart];
+        xs[j][i]
+            .finish(row_of(p.x, kWidth, j), kWidth * column_of(j) + i * kPart, kWidth * dim_of(j))
+            .to_floats(part);
+#pragma unroll
+        for (int k = 0; k < kPart; ++k) {
+          const int column = (i * kPart + k) / kWidth;
+          (k % kWidth == 0 ? x : y)[column] = part[k];
+        }
       }
     }
-    float in[kInputs][N], out[kOutputs][N];
-#pragma unroll
-    for (int i = 0; i < kInputs; ++i) {
-      const int pair = Function::input_pair(i);
-      loading[j][i]
-          .finish(row_of(p.inputs[i], pair, j), column_of(pair, j), dim_of(p.inputs[i], pair, j))
-          .to_floats(in[i]);
+    if constexpr (Function::kReadsY)
+      ys[j].finish(row_of(p.y, 1, j), column_of(j), y_dim_of(j)).to_floats(y);
+    if (Function::kReadsBias && p.bias != nullptr) {
+      if (sizeof(T) == sizeof(float) || p.bias_dtype == DType::float32) {
+        add_bias<kAligned>(static_cast<const float*>(p.bias) + block_column, column_of(j), dim, x);
+      } else {
+        add_bias<kAligned>(static_cast<const T*>(p.bias) + block_column, column_of(j), dim, x);
+      }
     }
-    Function::compute(in, bias, p.scalars, out, sums);
+
 #pragma unroll
-    for (int i = 0; i < kOutputs; ++i) {
-      constexpr bool kNeighbours = Function::output_pair(0) < 0;
-      const int pair = Function::output_pair(i);
-      if (p.outputs[i].data == nullptr && pair < 0) continue;  // the same for all threads
-      const Operand& operand = pair < 0 ? p.outputs[i] : p.outputs[0];
-      T* row = const_cast<T*>(row_of(operand, pair, j));
-      const int row_dim = dim_of(operand, pair, j), column = column_of(pair, j);
-      store<kAligned, kNeighbours>(Vector<T, N>::from_floats(out[i]), row, column, row_dim,
-                                   column < row_dim);
+    for (int k = 0; k < N; ++k) {
+      if constexpr (Function::kBackward) {
+        float grad_x, grad_y;
+        Formula::backward(grad_out[k], x[k], y[k], p.scalars, grad_x, grad_y);
+        sums[k] += grad_x;
+        out[kWidth * k] = grad_x;
+        (kInTurn ? out[kWidth * k + kWidth - 1] : out_y[k]) = grad_y;
+      } else {
+        out[k] = Formula::forward(x[k], y[k], p.scalars);
+      }
+    }
+
+    constexpr int kOut = Function::kBackward ? kWidth : 1;
+    if (p.out.data != nullptr) {  // the same for all threads
+      float values[kOut * N];
+#pragma unroll
+      for (int k = 0; k < kOut * N; ++k) values[k] = out[k];
+      store_in_row<kAligned>(Vector<T, kOut * N>::from_floats(values),
+                             const_cast<T*>(row_of(p.out, kOut, j)), kOut * column_of(j),
+                             kOut * dim_of(j));
+    }
+    if constexpr (Function::kWritesY) {
+      if (p.out_y.data != nullptr)
+        store_in_row<kAligned>(Vector<T, N>::from_floats(out_y),
+                               const_cast<T*>(row_of(p.out_y, 1, j)), column_of(j), dim_of(j));
     }
   }
 }
@@ -295,7 +245,7 @@ __device__ __forceinline__ int columns_left(int64_t dim, int64_t column) {
 template <typename T, class Function, int kVectors, bool kAligned>
 __global__ void __launch_bounds__(kActivationThreads)
     activation_kernel(const Elementwise p, const ActivationPolicy policy) {
-  constexpr int N = 16 / sizeof(T);
+  constexpr int N = kColumns<T, Function>;
   const uint32_t column_blocks = static_cast<uint32_t>(policy.column_blocks);
   const uint32_t row_block = blockIdx.x / column_blocks;
   const int64_t block_column =
@@ -311,7 +261,7 @@ __global__ void __launch_bounds__(kActivationThreads)
 template <typename T, class Function, int kVectors, bool kAligned>
 __global__ void __launch_bounds__(kActivationSumThreads)
     activation_sum_kernel(const Elementwise p, const ActivationPolicy policy) {
-  constexpr int N = 16 / sizeof(T);
+  constexpr int N = kColumns<T, Function>;
   __shared__ float shared[kActivationSumThreads * N];  // [threads_y, threads_x * N]
   const uint32_t column_blocks = static_cast<uint32_t>(policy.column_blocks);
   const uint32_t row_block = blockIdx.x / column_blocks;
@@ -368,50 +318,45 @@ __global__ void __launch_bounds__(1024)
 
 // ---- launchers ----
 
-template <class Function>
-bool is_aligned(const Elementwise& p, int element_size) {
-  const auto starts_aligned = [&](const Operand& operand) {
-    return reinterpret_cast<uintptr_t>(operand.data) % 16 == 0 &&
-           (p.rows == 1 || operand.stride * element_size % 16 == 0);
+template <typename T, class Function>
+bool is_aligned(const Elementwise& p) {
+  const auto starts_aligned = [&](const Operand& operand, int width) {
+    const int alignment = std::min(16, width * kColumns<T, Function> * static_cast<int>(sizeof(T)));
+    return reinterpret_cast<uintptr_t>(operand.data) % alignment == 0 &&
+           (p.rows == 1 || operand.stride * static_cast<int>(sizeof(T)) % alignment == 0);
   };
-  bool aligned = reinterpret_cast<uintptr_t>(p.bias) % 16 == 0;
-  for (const Operand& operand : p.inputs) aligned = aligned && starts_aligned(operand);
-  for (const Operand& operand : p.outputs) aligned = aligned && starts_aligned(operand);
-  return aligned;
+  constexpr int kWidth = Function::kInTurn ? 2 : 1;
+  return reinterpret_cast<uintptr_t>(p.bias) % 16 == 0 && starts_aligned(p.grad_out, 1) &&
+         starts_aligned(p.x, kWidth) && starts_aligned(p.y, 1) &&
+         starts_aligned(p.out, Function::kBackward ? kWidth : 1) && starts_aligned(p.out_y, 1);
 }
 
-// Vectors of 16 bytes a thread has of each tensor: with about four loads in flight the memory pipeline is full at
-// the occupancy of these kernels.
-template <class Function>
-constexpr int kMostVectors = Function::kInputs == 1 ? 4 : 2;
+// Vectors a thread has of each tensor where there is work for all multiprocessors. More are slower: what counts
+// is the number of loads in flight on a multiprocessor, and small threads leave room for many.
+constexpr int kMostVectors = 2;
 // An unaligned vector takes two loads, and many registers.
 template <class Function>
-constexpr int kUnalignedVectors = Function::kInputs == 1 ? 2 : 1;
-constexpr int kSumVectors = 2;
+constexpr int kUnalignedVectors = Function::kLoads == 1 ? 2 : 1;
+constexpr int kMostSumVectors = 4;
 
 template <typename T, class Function>
 gpuError launch(const Elementwise& p, int device, gpuStream stream) {
-  constexpr int kMost = kMostVectors<Function>;
   constexpr int kUnaligned = kUnalignedVectors<Function>;
-  const bool aligned = is_aligned<Function>(p, sizeof(T));
-  const ActivationPolicy policy =
-      aligned ? activation_policy(device_info(device), sizeof(T), kMost, 1, p.rows, p.dim)
-              : activation_policy(device_info(device), sizeof(T), kUnaligned, kUnaligned, p.rows,
-                                  p.dim);
+  const bool aligned = is_aligned<T, Function>(p);
+  const ActivationPolicy policy = activation_policy(device_info(device), kColumns<T, Function>,
+                                                    aligned ? kMostVectors : kUnaligned,
+                                                    aligned ? 1 : kUnaligned, p.rows, p.dim);
   const dim3 grid(policy.row_blocks * policy.column_blocks);
   const dim3 block(policy.threads_x, policy.threads_y);
-  if (!aligned)
-    return gpu_launch(&activation_kernel<T, Function, kUnaligned, false>, grid, block, 0, 1, stream,
-                      p, policy);
-  if (policy.vectors == 1)
-    return gpu_launch(&activation_kernel<T, Function, 1, true>, grid, block, 0, 1, stream, p,
-                      policy);
-  return gpu_launch(&activation_kernel<T, Function, kMost, true>, grid, block, 0, 1, stream, p,
-                    policy);
+  const auto kernel = !aligned              ? &activation_kernel<T, Function, kUnaligned, false>
+                      : policy.vectors == 1 ? &activation_kernel<T, Function, 1, true>
+                                            : &activation_kernel<T, Function, kMostVectors, true>;
+  return gpu_launch(kernel, grid, block, 0, 1, stream, p, policy);
 }
 
 ActivationPolicy sum_policy(int device, DType dtype, int64_t rows, int64_t dim) {
-  return activation_sum_policy(device_info(device), dtype_size(dtype), kSumVectors, rows, dim);
+  return activation_sum_policy(device_info(device), 16 / dtype_size(dtype), kMostSumVectors, rows,
+                               dim);
 }
 
 template <typename T, class Function>
@@ -419,9 +364,10 @@ gpuError launch_sum(const Elementwise& p, int device, DType dtype, gpuStream str
   const ActivationPolicy policy = sum_policy(device, dtype, p.rows, p.dim);
   const dim3 grid(policy.row_blocks * policy.column_blocks);
   const dim3 block(policy.threads_x, policy.threads_y);
-  const auto kernel = is_aligned<Function>(p, sizeof(T))
-                          ? &activation_sum_kernel<T, Function, kSumVectors, true>
-                          : &activation_sum_kernel<T, Function, 1, false>;
+  const auto kernel = !is_aligned<T, Function>(p) ? &activation_sum_kernel<T, Function, 1, false>
+                      : policy.vectors == 1
+                          ? &activation_sum_kernel<T, Function, 1, true>
+                          : &activation_sum_kernel<T, Function, kMostSumVectors, true>;
   gpuError error = gpu_launch(kernel, grid, block, 0, 1, stream, p, policy);
   if (error != gpuSuccess) return error;
   dispatch_activation_output(p.bias_dtype, p.bias_dtype, [&](auto tag, auto) {
@@ -435,32 +381,45 @@ gpuError launch_sum(const Elementwise& p, int device, DType dtype, gpuStream str
 }
 
 // Formulas with their activation, before the type of the elements is known.
-template <Activation kActivation>
+template <Activation kActivation, bool kHasY>
 struct Adding {
-  static constexpr bool kMayLackY = true;
   static constexpr bool kMayHaveBias = true;
   template <class Math>
-  using of = AddFormula<Math, kActivation>;
+  using of = AddFormula<Math, kActivation, kHasY>;
 };
 
 template <Activation kActivation>
 struct Gating {
-  static constexpr bool kMayLackY = false;
   static constexpr bool kMayHaveBias = false;
   template <class Math>
   using of = GateFormula<Math, kActivation>;
 };
 
 struct ClampedGating {
-  static constexpr bool kMayLackY = false;
   static constexpr bool kMayHaveBias = false;
   template <class Math>
   using of = ClampedGateFormula<Math>;
 };
 
+template <bool kHasY, typename F>
+void dispatch_adding(Activation activation, F&& f) {
+  const std::false_type apart;
+  switch (activation) {
+    case Activation::none: f(Adding<Activation::none, kHasY>{}, apart); return;
+    case Activation::relu: f(Adding<Activation::relu, kHasY>{}, apart); return;
+    case Activation::sigmoid: f(Adding<Activation::sigmoid, kHasY>{}, apart); return;
+    case Activation::tanh: f(Adding<Activation::tanh, kHasY>{}, apart); return;
+    case Activation::gelu: f(Adding<Activation::gelu, kHasY>{}, apart); return;
+    case Activation::gelu_tanh: f(Adding<Activation::gelu_tanh, kHasY>{}, apart); return;
+    case Activation::gelu_quick: f(Adding<Activation::gelu_quick, kHasY>{}, apart); return;
+    case Activation::silu: f(Adding<Activation::silu, kHasY>{}, apart); return;
+    case Activation::relu2: f(Adding<Activation::relu2, kHasY>{}, apart); return;
+  }
+}
+
 // f(Adding<...>{} and so on, whether gate and value take turns). False where there is no kernel.
 template <typename F>
-bool dispatch_formula(Formula formula, Activation activation, bool interleaved, F&& f) {
+bool dispatch_formula(Formula formula, Activation activation, bool has_y, bool interleaved, F&& f) {
   const std::false_type apart;
   if (formula == Formula::clamped_gate) {
     interleaved ? f(ClampedGating{}, std::true_type{}) : f(ClampedGating{}, apart);
@@ -476,18 +435,8 @@ bool dispatch_formula(Formula formula, Activation activation, bool interleaved, 
       default: return false;
     }
   }
-  switch (activation) {
-    case Activation::none: f(Adding<Activation::none>{}, apart); return true;
-    case Activation::relu: f(Adding<Activation::relu>{}, apart); return true;
-    case Activation::sigmoid: f(Adding<Activation::sigmoid>{}, apart); return true;
-    case Activation::tanh: f(Adding<Activation::tanh>{}, apart); return true;
-    case Activation::gelu: f(Adding<Activation::gelu>{}, apart); return true;
-    case Activation::gelu_tanh: f(Adding<Activation::gelu_tanh>{}, apart); return true;
-    case Activation::gelu_quick: f(Adding<Activation::gelu_quick>{}, apart); return true;
-    case Activation::silu: f(Adding<Activation::silu>{}, apart); return true;
-    case Activation::relu2: f(Adding<Activation::relu2>{}, apart); return true;
-  }
-  return false;
+  has_y ? dispatch_adding<true>(activation, f) : dispatch_adding<false>(activation, f);
+  return true;
 }
 
 }  // namespace
@@ -496,28 +445,22 @@ namespace gpu {
 
 const char* activation_forward(const ActivationForward& p, int device, void* stream) {
   Elementwise e{};
-  e.inputs[0] = {p.x, p.x_stride};
-  e.inputs[1] = p.interleaved ? e.inputs[0] : Operand{p.y, p.y_stride};
-  e.outputs[0] = {p.out, p.out_stride};
+  e.x = {p.x, p.x_stride};
+  e.y = {p.y, p.y_stride};
+  e.out = {p.out, p.out_stride};
   e.bias = p.bias;
   e.bias_dtype = p.bias_dtype;
   e.rows = p.rows;
   e.dim = p.dim;
   e.scalars = {p.alpha, p.limit};
   gpuError error = gpuSuccess;
-  const bool supported =
-      dispatch_formula(p.formula, p.activation, p.interleaved, [&](auto formula, auto interleaved) {
+  const bool supported = dispatch_formula(
+      p.formula, p.activation, p.y != nullptr, p.interleaved, [&](auto formula, auto interleaved) {
         dispatch_activation_output(p.dtype, p.dtype, [&](auto tag, auto) {
           using T = typename decltype(tag)::type;
-          using F = decltype(formula);
-          const gpuStream on = static_cast<gpuStream>(stream);
-          if constexpr (F::kMayLackY) {
-            if (e.inputs[1].data == nullptr) {
-              error = launch<T, Forward<F::template of, T, false, false>>(e, device, on);
-              return;
-            }
-          }
-          error = launch<T, Forward<F::template of, T, true, interleaved>>(e, device, on);
+          using F = typename decltype(formula)::template of<GpuMath<T>>;
+          error =
+              launch<T, Function<F, false, interleaved>>(e, device, static_cast<gpuStream>(stream));
         });
       });
   return supported ? message_of(error) : "unsupported activation";
@@ -530,11 +473,11 @@ int64_t activation_backward_partials(const ActivationBackward& p, int device) {
 const char* activation_backward(const ActivationBackward& p, int device, void* raw_stream) {
   const gpuStream stream = static_cast<gpuStream>(raw_stream);
   Elementwise e{};
-  e.inputs[0] = {p.grad_out, p.grad_out_stride};
-  e.inputs[1] = {p.x, p.x_stride};
-  e.inputs[2] = p.interleaved ? e.inputs[1] : Operand{p.y, p.y_stride};
-  e.outputs[0] = {p.grad_x, p.grad_x_stride};
-  e.outputs[1] = {p.grad_y, p.grad_y_stride};
+  e.grad_out = {p.grad_out, p.grad_out_stride};
+  e.x = {p.x, p.x_stride};
+  e.y = {p.y, p.y_stride};
+  e.out = {p.grad_x, p.grad_x_stride};
+  e.out_y = {p.grad_y, p.grad_y_stride};
   e.bias = p.bias;
   e.bias_dtype = p.bias_dtype;
   e.rows = p.rows;
@@ -543,19 +486,21 @@ const char* activation_backward(const ActivationBackward& p, int device, void* r
   e.partials = p.partials;
   e.grad_bias = p.grad_bias;
   gpuError error = gpuSuccess;
-  const bool supported =
-      dispatch_formula(p.formula, p.activation, p.interleaved, [&](auto formula, auto interleaved) {
+  // Where the inputs are not looked at, y may be null though its gradient is asked for.
+  const bool has_y = p.y != nullptr || p.grad_y != nullptr;
+  const bool supported = dispatch_formula(
+      p.formula, p.activation, has_y, p.interleaved, [&](auto formula, auto interleaved) {
         dispatch_activation_output(p.dtype, p.dtype, [&](auto tag, auto) {
           using T = typename decltype(tag)::type;
-          using F = decltype(formula);
-          using Function = Backward<F::template of, T, interleaved>;
-          if constexpr (F::kMayHaveBias) {
+          using F =
+              Function<typename decltype(formula)::template of<GpuMath<T>>, true, interleaved>;
+          if constexpr (decltype(formula)::kMayHaveBias) {
             if (p.grad_bias != nullptr) {
-              error = launch_sum<T, Function>(e, device, p.dtype, stream);
+              error = launch_sum<T, F>(e, device, p.dtype, stream);
               return;
             }
           }
-          error = launch<T, Function>(e, device, stream);
+          error = launch<T, F>(e, device, stream);
         });
       });
   return supported ? message_of(error) : "unsupported activation";

@@ -47,7 +47,7 @@ struct ActivationForward {
 //   add:   grad_x = grad_out * act'(u), grad_y = alpha * grad_x, grad_bias = sum over rows of grad_x
 //   gate:  grad_x = grad_out * act'(x) * y, grad_y = grad_out * act(x)
 // Sums are of float32 values before they are rounded. Where the activation is `none`, x, y and bias are not
-// looked at and may be null.
+// looked at and may be null, and so may y where only the gradient of a gate's value is needed.
 struct ActivationBackward {
   const void* grad_out;  // [rows, dim] dtype
   const void* x;         // as in the forward

@@ -120,26 +120,31 @@ FUSELAGE_MATH ValueAndSlope<Floats> activate(Floats v) {
   }
 }
 
-// The formulas of gate/activation.h.
+// The formulas of gate/activation.h. A bias has been added to x.
 
 struct Scalars {
   float alpha, limit;
 };
 
-template <class Math, Activation kActivation>
+template <class Math, Activation kActivation, bool kHasY_>
 struct AddFormula {
   using Floats = typename Math::Floats;
+  static constexpr bool kHasY = kHasY_;
   static constexpr bool kHasBias = true;
   static constexpr bool kReadsInputs = kActivation != Activation::none;  // in the backward
 
-  static FUSELAGE_MATH Floats forward(Floats x, Floats y, Floats bias, const Scalars& scalars) {
-    return activate<Math, kActivation>(x + bias + scalars.alpha * y).value;
+  static FUSELAGE_MATH Floats sum(Floats x, Floats y, const Scalars& scalars) {
+    if constexpr (kHasY) return x + scalars.alpha * y;
+    return x;
   }
-  static FUSELAGE_MATH void backward(Floats grad_out, Floats x, Floats y, Floats bias,
-                                     const Scalars& scalars, Floats& grad_x, Floats& grad_y) {
+  static FUSELAGE_MATH Floats forward(Floats x, Floats y, const Scalars& scalars) {
+    return activate<Math, kActivation>(sum(x, y, scalars)).value;
+  }
+  static FUSELAGE_MATH void backward(Floats grad_out, Floats x, Floats y, const Scalars& scalars,
+                                     Floats& grad_x, Floats& grad_y) {
     grad_x = grad_out;
     if constexpr (kReadsInputs)
-      grad_x = grad_out * activate<Math, kActivation>(x + bias + scalars.alpha * y).slope;
+      grad_x = grad_out * activate<Math, kActivation>(sum(x, y, scalars)).slope;
     grad_y = scalars.alpha * grad_x;
   }
 };
@@ -147,13 +152,14 @@ struct AddFormula {
 template <class Math, Activation kActivation>
 struct GateFormula {
   using Floats = typename Math::Floats;
+  static constexpr bool kHasY = true;
   static constexpr bool kHasBias = false;
   static constexpr bool kReadsInputs = true;
 
-  static FUSELAGE_MATH Floats forward(Floats x, Floats y, Floats, const Scalars&) {
+  static FUSELAGE_MATH Floats forward(Floats x, Floats y, const Scalars&) {
     return activate<Math, kActivation>(x).value * y;
   }
-  static FUSELAGE_MATH void backward(Floats grad_out, Floats x, Floats y, Floats, const Scalars&,
+  static FUSELAGE_MATH void backward(Floats grad_out, Floats x, Floats y, const Scalars&,
                                      Floats& grad_x, Floats& grad_y) {
     const ValueAndSlope<Floats> act = activate<Math, kActivation>(x);
     grad_x = grad_out * y * act.slope;
@@ -164,6 +170,7 @@ struct GateFormula {
 template <class Math>
 struct ClampedGateFormula {
   using Floats = typename Math::Floats;
+  static constexpr bool kHasY = true;
   static constexpr bool kHasBias = false;
   static constexpr bool kReadsInputs = true;
 
@@ -178,13 +185,13 @@ struct ClampedGateFormula {
     const Floats u = y > limit ? limit : (y < -limit ? -limit : y);
     return {g, u, sigmoid_of<Math>(scalars.alpha * g)};
   }
-  static FUSELAGE_MATH Floats forward(Floats x, Floats y, Floats, const Scalars& scalars) {
+  static FUSELAGE_MATH Floats forward(Floats x, Floats y, const Scalars& scalars) {
     const Terms t = terms(x, y, scalars);
     return t.g * t.s.of * (t.u + 1.0f);
   }
   // The slope of a clamp is one at its limits, as PyTorch's.
-  static FUSELAGE_MATH void backward(Floats grad_out, Floats x, Floats y, Floats,
-                                     const Scalars& scalars, Floats& grad_x, Floats& grad_y) {
+  static FUSELAGE_MATH void backward(Floats grad_out, Floats x, Floats y, const Scalars& scalars,
+                                     Floats& grad_x, Floats& grad_y) {
     const Floats limit = Floats{} + scalars.limit, zero = {};
     const Terms t = terms(x, y, scalars);
     const Floats value = t.g * t.s.of;

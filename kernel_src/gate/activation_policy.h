@@ -9,7 +9,7 @@
 
 namespace fuselage {
 
-constexpr int kActivationThreads = 512;     // as the kernels' launch bounds
+constexpr int kActivationThreads = 128;     // as the kernels' launch bounds
 constexpr int kActivationSumThreads = 256;  // of the kernel that also sums grad_bias
 
 // A block has threads_x threads side by side and threads_y rows of them. A thread has `vectors` vectors, each
@@ -23,23 +23,22 @@ struct ActivationPolicy {
   int64_t column_blocks, row_blocks;
 };
 
-// `most_vectors`: what a thread has where there is work for all multiprocessors; `least_vectors` where not.
-inline ActivationPolicy activation_policy(const DeviceInfo& device, int element_size,
+// `vector_size`: columns of a vector. `most_vectors`: what a thread has where all multiprocessors have work for long,
+// `least_vectors` where not.
+inline ActivationPolicy activation_policy(const DeviceInfo& device, int vector_size,
                                           int most_vectors, int least_vectors, int64_t rows,
                                           int64_t dim) {
-  constexpr int kBlock = 256;  // threads of a block, but for rows that fit better into others
-  const int vector_size = 16 / element_size;
   const int64_t count = ceil_div(dim, vector_size);
   ActivationPolicy policy{};
   // Few elements: one vector a thread gives more blocks, and each is done sooner.
-  const int64_t full = int64_t{2} * device.multiprocessors * kBlock * most_vectors;
+  const int64_t full = int64_t{32} * device.multiprocessors * kActivationThreads * most_vectors;
   policy.vectors = rows * count >= full ? most_vectors : least_vectors;
   policy.threads_y = 1;
-  if (count <= kBlock) {
+  if (count <= kActivationThreads) {
     // Rows side by side and, for a thread with several vectors, below each other.
     policy.threads_x = threads_for(count, 1);
     policy.threads_y = static_cast<int>(
-        std::min<int64_t>(std::max(1, kBlock / policy.threads_x), ceil_div(rows, 1)));
+        std::min<int64_t>(std::max(1, kActivationThreads / policy.threads_x), ceil_div(rows, 1)));
     // NOTE: whole warps, or an unaligned store would wait for lanes that are not there.
     while (policy.threads_x * policy.threads_y % kWarpSize != 0) ++policy.threads_y;
     policy.row_step = policy.threads_y;
@@ -48,8 +47,7 @@ inline ActivationPolicy activation_policy(const DeviceInfo& device, int element_
     policy.column_blocks = 1;
   } else {
     // A row is cut into blocks of equal size, so that the last is not mostly empty.
-    const int most_threads = rows == 1 || policy.vectors == 1 ? kBlock : kActivationThreads;
-    policy.column_blocks = ceil_div(count, int64_t{policy.vectors} * most_threads);
+    policy.column_blocks = ceil_div(count, int64_t{policy.vectors} * kActivationThreads);
     policy.threads_x = threads_for(ceil_div(count, policy.vectors * policy.column_blocks), 1);
     policy.threads_x = std::max(policy.threads_x, kWarpSize);
     policy.column_step = policy.threads_x * vector_size;
@@ -62,21 +60,22 @@ inline ActivationPolicy activation_policy(const DeviceInfo& device, int element_
 
 // The backward that sums grad_bias: a block has a strip of columns and, for all of them, a chunk of the rows.
 // It leaves one row of partial sums, of which there are row_blocks.
-inline ActivationPolicy activation_sum_policy(const DeviceInfo& device, int element_size,
-                                              int vectors, int64_t rows, int64_t dim) {
-  const int vector_size = 16 / element_size;
+inline ActivationPolicy activation_sum_policy(const DeviceInfo& device, int vector_size,
+                                              int most_vectors, int64_t rows, int64_t dim) {
   const int64_t count = ceil_div(dim, vector_size);
   ActivationPolicy policy{};
-  policy.vectors = vectors;
+  // Many more blocks than run at once, because all of them stop for loads in the same rhythm otherwise.
+  const int64_t blocks = int64_t{32} * device.multiprocessors;
+  policy.vectors = rows * count >= blocks * kActivationSumThreads ? most_vectors : 1;
   policy.threads_x = threads_for(std::min<int64_t>(count, kWarpSize), 1);
   policy.threads_y = kActivationSumThreads / policy.threads_x;
   policy.row_step = policy.threads_y;
   policy.columns_per_block = policy.threads_x * vector_size;
   policy.column_blocks = ceil_div(count, policy.threads_x);
-  // Enough blocks for the GPU, each with so many rows that its partial sums are little beside them.
-  const int64_t rows_at_once = int64_t{policy.threads_y} * vectors;
-  const int64_t wanted = ceil_div(int64_t{4} * device.multiprocessors, policy.column_blocks);
-  const int64_t chunks = std::clamp<int64_t>(ceil_div(rows, 2 * rows_at_once), 1, wanted);
+  // Each with so many rows that its partial sums are little beside them.
+  const int64_t rows_at_once = int64_t{policy.threads_y} * policy.vectors;
+  const int64_t chunks = std::clamp<int64_t>(ceil_div(rows, 2 * rows_at_once), 1,
+                                             ceil_div(blocks, policy.column_blocks));
   policy.rows_per_block =
       static_cast<int>(std::min<int64_t>(ceil_div(rows, chunks), int64_t{1} << 30));
   policy.row_blocks = ceil_div(rows, policy.rows_per_block);
