@@ -78,6 +78,15 @@ __device__ __forceinline__ float shuffle_xor(float value, int lane_mask, int wid
 #endif
 }
 
+// Value of lane `lane` of our group of `width` lanes.
+__device__ __forceinline__ float shuffle_from(float value, int lane, int width) {
+#if defined(USE_ROCM)
+  return __shfl(value, lane, width);
+#else
+  return __shfl_sync(0xffffffffu, value, lane, width);
+#endif
+}
+
 // Value of the lane before ours, within groups of `width` lanes.
 __device__ __forceinline__ uint32_t shuffle_up(uint32_t value, int width) {
 #if defined(USE_ROCM)

@@ -14,6 +14,45 @@ __device__ __forceinline__ float warp_sum(float value, int width) {
   return value;
 }
 
+// Sums over `width` neighbouring lanes of kCount values of each of kRows rows (a power of two, at most `width`).
+// A lane gets those of one row, row_of_lane: in the first steps it hands half of its rows over and goes on with the
+// other half. The additions are those of warp_sum.
+template <int kRows, int kCount>
+__device__ __forceinline__ void warp_sums_of_rows(float (&values)[kRows][kCount],
+                                                  float (&sums)[kCount], int width) {
+  const int lane = threadIdx.x % width;
+  int mask = width / 2;
+#pragma unroll
+  for (int rows = kRows; rows > 1; rows /= 2, mask /= 2) {
+    const bool upper = lane & mask;
+#pragma unroll
+    for (int i = 0; i < rows / 2; ++i) {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        const float given = upper ? values[i][k] : values[i + rows / 2][k];
+        values[i][k] =
+            (upper ? values[i + rows / 2][k] : values[i][k]) + shuffle_xor(given, mask, width);
+      }
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) sums[k] = values[0][k];
+  for (; mask > 0; mask /= 2) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) sums[k] += shuffle_xor(sums[k], mask, width);
+  }
+}
+
+// The row whose sums warp_sums_of_rows leaves in this lane, and the first lane that has those of a row.
+template <int kRows>
+__device__ __forceinline__ int row_of_lane(int width) {
+  return kRows == 1 ? 0 : static_cast<int>(threadIdx.x % width) * kRows / width;
+}
+template <int kRows>
+__device__ __forceinline__ int lane_of_row(int row, int width) {
+  return row * width / kRows;
+}
+
 constexpr int kMaxCluster = 8;
 
 // Shared memory for one row_sum of kCount values.
@@ -42,28 +81,16 @@ __device__ __forceinline__ void row_sum_end(int cluster) {
 }
 
 // Sum over the warp of kVectors (1, 2 or 4) values a lane, in every lane: first those with the same index,
-// then the sums of neighbouring indices, in pairs. All but the last steps are exchanges, in which a lane hands
-// half of its values over and goes on with the other half.
+// then the sums of neighbouring indices, in pairs.
 template <int kVectors>
 __device__ __forceinline__ float warp_sum_of_vectors(const float (&values)[kVectors]) {
   static_assert(kVectors == 1 || kVectors == 2 || kVectors == 4, "1, 2 or 4 vectors a thread");
-  const int lane = threadIdx.x % kWarpSize;
-  float sum[kVectors];
+  float sums[kVectors][1], sum[1];
 #pragma unroll
-  for (int j = 0; j < kVectors; ++j) sum[j] = values[j];
-  int mask = kWarpSize / 2;
+  for (int j = 0; j < kVectors; ++j) sums[j][0] = values[j];
+  warp_sums_of_rows(sums, sum, kWarpSize);
 #pragma unroll
-  for (int count = kVectors; count > 1; count /= 2, mask /= 2) {
-    const bool upper = lane & mask;
-#pragma unroll
-    for (int j = 0; j < count / 2; ++j) {
-      const float given = upper ? sum[j] : sum[j + count / 2];
-      sum[j] = (upper ? sum[j + count / 2] : sum[j]) + shuffle_xor(given, mask, kWarpSize);
-    }
-  }
-  for (; mask > 0; mask /= 2) sum[0] += shuffle_xor(sum[0], mask, kWarpSize);
-#pragma unroll
-  for (mask = kWarpSize / kVectors; mask < kWarpSize; mask *= 2)
+  for (int mask = kWarpSize / kVectors; mask < kWarpSize; mask *= 2)
     sum[0] += shuffle_xor(sum[0], mask, kWarpSize);
   return sum[0];
 }

@@ -74,38 +74,25 @@ __device__ __forceinline__ int64_t rows_to_read(const Params& p) {
   return min(p.rows, static_cast<int64_t>(p.offs[p.experts - 1]));
 }
 
-// The factors of rows: of each of them with experts, of all of them otherwise.
-template <typename T, Form kForm, int kRows>
+// The factors of a thread's rows. With experts it has one row.
+template <typename T, Form kForm>
 struct RowFactors {
-  static constexpr int kCount = kForm == Form::grouped ? kRows : 1;
-  Factors factors[kCount];
-  bool padding[kCount];
+  Factors factors;
+  bool is_padding = false;
 
   // Called before the rows are loaded: these loads would wait behind them.
   template <typename Params>
   __device__ __forceinline__ void load_common(const Params& p) {
-    if constexpr (kForm != Form::grouped) {
-      factors[0] = load_factors<T>(p, 0);
-      padding[0] = false;
-    }
+    if constexpr (kForm != Form::grouped) factors = load_factors<T>(p, 0);
   }
-  // Called after: this takes long, and the rows are on their way meanwhile.
+  // Called after: this takes long, and the row is on its way meanwhile.
   template <typename Params>
-  __device__ __forceinline__ void load_of_rows(const Params& p, int64_t first_row) {
+  __device__ __forceinline__ void load_of_row(const Params& p, int64_t row) {
     if constexpr (kForm == Form::grouped) {
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const int expert = expert_of(p, first_row + i);
-        padding[i] = expert >= p.experts;
-        factors[i] = padding[i] ? Factors{} : load_factors<T>(p, expert);
-      }
+      const int expert = expert_of(p, row);
+      is_padding = expert >= p.experts;
+      factors = is_padding ? Factors{} : load_factors<T>(p, expert);
     }
-  }
-  __device__ __forceinline__ const Factors& operator[](int row) const {
-    return factors[kForm == Form::grouped ? row : 0];
-  }
-  __device__ __forceinline__ bool is_padding(int row) const {
-    return kForm == Form::grouped && padding[kForm == Form::grouped ? row : 0];
   }
 };
 
@@ -178,20 +165,39 @@ struct Polynomial {
   __device__ __forceinline__ float operator()(float x) const {
     return fmaf(fmaf(fmaf(of_cube, x, of_square), x, of_line), x, bias);
   }
+  // That of another lane.
+  __device__ __forceinline__ Polynomial from(int lane, int width) const {
+    Polynomial y = *this;
+    y.of_cube = shuffle_from(of_cube, lane, width);
+    y.of_square = shuffle_from(of_square, lane, width);
+    y.of_line = shuffle_from(of_line, lane, width);
+    return y;
+  }
 };
 
 // The derivative of y, which is a polynomial of x, and of what goes through the means of its row.
 struct Derivative {
   float direct[3], through_means[3];
 
-  __device__ __forceinline__ Derivative(const Polynomial& y, const float (&rstd)[3],
-                                        const float* sums, float dim) {
+  __device__ __forceinline__ explicit Derivative(const Polynomial& y) {
     direct[0] = 3.0f * y.of_cube;
     direct[1] = 2.0f * y.of_square;
     direct[2] = y.of_line;
+  }
+  __device__ __forceinline__ Derivative(const Polynomial& y, const float (&rstd)[3],
+                                        const float (&sums)[4], float dim)
+      : Derivative(y) {
     // In this order no product leaves the range of float32 before x^6 does.
 #pragma unroll
     for (int k = 0; k < 3; ++k) through_means[k] = direct[k] * (sums[k] * rstd[k] / dim * rstd[k]);
+  }
+  // That of another lane, whose polynomial is `y`.
+  __device__ __forceinline__ Derivative from(const Polynomial& y, int lane, int width) const {
+    Derivative derivative(y);
+#pragma unroll
+    for (int k = 0; k < 3; ++k)
+      derivative.through_means[k] = shuffle_from(through_means[k], lane, width);
+    return derivative;
   }
   __device__ __forceinline__ float grad_x(float g, float x) const {
     const float square = x * x;
@@ -249,15 +255,20 @@ __device__ __forceinline__ void save_rstd(float* saved, int64_t row, const float
 // Grid: x over blocks of rows_per_block * kRows rows (times the cluster). Block: (threads_per_row,
 // rows_per_block). `blocks_in_cluster` counts with kLong alone.
 //
-// The launch bounds leave the plain aligned kernel 56 registers, as those of rms_norm's.
+// The launch bounds leave the plain aligned kernel 56 registers, as those of rms_norm's; 72 and more where a
+// thread has several rows.
 template <typename T, int kVectors, int kRows, Form kForm, bool kAligned, bool kLong>
-__global__ void __launch_bounds__(kAligned&& kForm == Form::plain ? 576 : kPolyNormLongThreads,
-                                  kAligned&& kForm == Form::plain ? 2 : 1)
+__global__ void __launch_bounds__(kRows > 1                          ? kPolyNormShortThreads
+                                  : kAligned && kForm == Form::plain ? 576
+                                                                     : kPolyNormLongThreads,
+                                  kRows > 1                          ? (kAligned ? 7 : 4)
+                                  : kAligned && kForm == Form::plain ? 2
+                                                                     : 1)
     poly_norm_forward_kernel(const PolyNormForward p, const int blocks_in_cluster) {
   constexpr int N = 16 / sizeof(T);
   constexpr bool kMul = has_mul(kForm);
   const int cluster = kLong ? blocks_in_cluster : 1;
-  __shared__ RowSumScratch<3 * kRows> scratch[1];
+  __shared__ RowSumScratch<3> scratch[1];
   const int dim = static_cast<int>(p.dim);
   const int step = blockDim.x * N;  // between a thread's vectors
   const int block_in_row = cluster > 1 ? cluster_rank() : 0;
@@ -277,7 +288,7 @@ __global__ void __launch_bounds__(kAligned&& kForm == Form::plain ? 576 : kPolyN
   row_sum_start(cluster, scratch);
 
   // Start to load everything this thread works on.
-  RowFactors<T, kForm, kRows> factors;
+  RowFactors<T, kForm> factors;
   factors.load_common(p);
   Loading<T, N, kAligned> x_loading[kRows][kVectors];
   Loading<T, N, kAligned> mul_loading[kMul ? kRows : 1][kVectors];
@@ -290,38 +301,45 @@ __global__ void __launch_bounds__(kAligned&& kForm == Form::plain ? 576 : kPolyN
       if constexpr (kMul) mul_loading[i][j].start(mul + i * p.mul_stride, column, dim_of(i));
     }
   }
-  factors.load_of_rows(p, first_row);
+  factors.load_of_row(p, first_row);
 
   // Row statistics.
   Vector<T, N> x_packed[kRows][kVectors];
-  float sums[3 * kRows];
+  float sums[kRows][3] = {};
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    float row_sums[3] = {};
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       x_packed[i][j] =
           x_loading[i][j].finish(x + i * p.x_stride, first_column + j * step, dim_of(i));
       float values[N];
       cut_floats<kForm>(x_packed[i][j], cuts, p.hidden_clamp, values);
-      add_moments(values, row_sums);
+      add_moments(values, sums[i]);
     }
-#pragma unroll
-    for (int k = 0; k < 3; ++k) sums[3 * i + k] = row_sums[k];
   }
-  row_sum_end(cluster);
-  row_sum<false>(sums, cluster, scratch, 0);
+  // Of several rows, a thread looks after the statistics of one.
+  float own_sums[3], rstd[3];
+  if constexpr (kRows > 1) {
+    warp_sums_of_rows(sums, own_sums, blockDim.x);
+  } else {
+#pragma unroll
+    for (int k = 0; k < 3; ++k) own_sums[k] = sums[0][k];
+    row_sum_end(cluster);
+    row_sum<false>(own_sums, cluster, scratch, 0);
+  }
+  rstd_of(own_sums, static_cast<float>(dim), p.eps, rstd);
+  const int own = row_of_lane<kRows>(blockDim.x);
+  const bool first_of_row = block_in_row == 0 && threadIdx.x == lane_of_row<kRows>(own, blockDim.x);
+  if (p.rstd != nullptr && first_of_row && first_row + own < p.rows)
+    save_rstd(p.rstd, first_row + own, rstd);
+  const Polynomial own_y(factors.factors, rstd);
 
   // Write the results.
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const int64_t row = first_row + i;
-    const float row_sums[3] = {sums[3 * i], sums[3 * i + 1], sums[3 * i + 2]};
-    float rstd[3];
-    rstd_of(row_sums, static_cast<float>(dim), p.eps, rstd);
-    if (p.rstd != nullptr && first_column == 0 && row < p.rows) save_rstd(p.rstd, row, rstd);
-    const Polynomial y(factors[i], rstd);
-    T* out = static_cast<T*>(p.out) + row * p.dim;
+    const Polynomial y =
+        kRows > 1 ? own_y.from(lane_of_row<kRows>(i, blockDim.x), blockDim.x) : own_y;
+    T* out = static_cast<T*>(p.out) + (first_row + i) * p.dim;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       const int column = first_column + j * step;
@@ -329,7 +347,7 @@ __global__ void __launch_bounds__(kAligned&& kForm == Form::plain ? 576 : kPolyN
       if constexpr (kMul)
         mul_packed = mul_loading[i][j].finish(mul + i * p.mul_stride, column, dim_of(i));
       float values[N];
-      results<kForm>(x_packed[i][j], mul_packed, y, factors.is_padding(i), cuts, p.hidden_clamp,
+      results<kForm>(x_packed[i][j], mul_packed, y, factors.is_padding, cuts, p.hidden_clamp,
                      values);
       store<kAligned>(Vector<T, N>::from_floats(values), out, column, dim,
                       column < write_dim_of(i));
@@ -350,10 +368,10 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
   const int dim = static_cast<int>(p.dim);
   const int step = blockDim.x * N;
   const bool cuts = clamps<kForm>(p);
-  RowFactors<T, kForm, 1> factors;
+  RowFactors<T, kForm> factors;
   factors.load_common(p);
-  factors.load_of_rows(p, row);
-  const int dim_to_read = factors.is_padding(0) ? 0 : dim;
+  factors.load_of_row(p, row);
+  const int dim_to_read = factors.is_padding ? 0 : dim;
 
   float sums[3] = {};
 #pragma unroll 4
@@ -366,7 +384,7 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
   float rstd[3];
   rstd_of(sums, static_cast<float>(dim), p.eps, rstd);
   if (p.rstd != nullptr && threadIdx.x == 0) save_rstd(p.rstd, row, rstd);
-  const Polynomial y(factors[0], rstd);
+  const Polynomial y(factors.factors, rstd);
 
 #pragma unroll 4
   for (int start = 0; start < dim; start += step) {
@@ -375,7 +393,7 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
     Vector<T, N> mul_packed{};
     if constexpr (has_mul(kForm)) mul_packed = load<kAligned, N>(mul, column, dim_to_read);
     float values[N];
-    results<kForm>(x_packed, mul_packed, y, factors.is_padding(0), cuts, p.hidden_clamp, values);
+    results<kForm>(x_packed, mul_packed, y, factors.is_padding, cuts, p.hidden_clamp, values);
     store<kAligned>(Vector<T, N>::from_floats(values), out, column, dim, column < dim);
   }
 }
@@ -467,6 +485,13 @@ __device__ __forceinline__ void add(float4& total, const float4& part) {
   total.w += part.w;
 }
 
+// That of another lane of the row.
+__device__ __forceinline__ float4 from(const float4& values, int lane) {
+  const int width = blockDim.x;
+  return make_float4(shuffle_from(values.x, lane, width), shuffle_from(values.y, lane, width),
+                     shuffle_from(values.z, lane, width), shuffle_from(values.w, lane, width));
+}
+
 // Leaves the sum of what the first threads of the block's rows have, in order, as the block's partial sum.
 __device__ __forceinline__ void leave_partial(const float4& total, float* partials, int index,
                                               bool first_of_row) {
@@ -503,7 +528,7 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
   constexpr int kBatch = kKept ? kSlots : kSlots / 2;
   constexpr int kUnroll = kKept || kRows > 1 ? kSlots : 1;  // sums must not be indexed at run time
   const int cluster = kLong ? blocks_in_cluster : 1;
-  __shared__ RowSumScratch<4 * kRows> scratch[2];
+  __shared__ RowSumScratch<4> scratch[2];
   const int dim = static_cast<int>(p.dim);
   const int step = blockDim.x * N;  // between a thread's vectors
   const int block_in_row = cluster > 1 ? cluster_rank() : 0;
@@ -517,8 +542,9 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
   const auto column_of = [&](int slot) { return first_column + slot % kVectors * step; };
 
   row_sum_start(cluster, scratch);
-  RowFactors<T, kForm, kRows> factors;
+  RowFactors<T, kForm> factors;
   factors.load_common(p);
+  const int own = row_of_lane<kRows>(blockDim.x);
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   int turn = 0;
   for (int64_t block_row = group * rows_at_once; block_row < p.rows; block_row += row_step) {
@@ -538,17 +564,15 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
       return kForm == Form::grouped ? (first_row + row_of(slot) < p.rows ? dim : 0) : dim_of(slot);
     };
 
-    float rstd[kRows][3];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int64_t row = first_row + i;
-      load_rstd(p.rstd, row < p.rows ? row : p.rows - 1, rstd[i]);
-    }
+    // Of several rows, a thread looks after the sums of one.
+    const int64_t own_row = first_row + own;
+    float rstd[3];
+    load_rstd(p.rstd, own_row < p.rows ? own_row : p.rows - 1, rstd);
 
     // The sums of each row.
     Vector<T, N> grad_packed[kKept ? kSlots : 1], x_packed[kKept ? kSlots : 1],
         mul_packed[kKept && kMul ? kSlots : 1];
-    float sums[4 * kRows] = {};
+    float sums[kRows][4] = {};
 #pragma unroll kUnroll
     for (int batch = 0; batch < kSlots; batch += kBatch) {
       // Start to load everything of the batch.
@@ -561,7 +585,7 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
         x_loading[b].start(x_of(s), column_of(s), dim_of(s));
         if constexpr (kMul) mul_loading[b].start(mul_of(s), column_of(s), dim_of(s));
       }
-      if (batch == 0) factors.load_of_rows(p, first_row);
+      if (batch == 0) factors.load_of_row(p, first_row);
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         const int s = batch + b, i = row_of(s);
@@ -575,29 +599,40 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
           x_packed[s] = x;
           if constexpr (kMul) mul_packed[s] = mul;
         }
-        Inputs<kForm, N> in(grad, x, mul, Polynomial(factors[i], rstd[i]), cuts, p.hidden_clamp);
+        Inputs<kForm, N> in(grad, x, mul, Polynomial(factors.factors, rstd), cuts, p.hidden_clamp);
         in.multiply_grad();
-        add_products(in.grad, in.x, &sums[4 * i]);
+        add_products(in.grad, in.x, sums[i]);
       }
     }
     if (turn == 0) row_sum_end(cluster);
-    row_sum<false>(sums, cluster, scratch, turn);
+    float own_sums[4];
+    if constexpr (kRows > 1) {
+      warp_sums_of_rows(sums, own_sums, blockDim.x);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) own_sums[k] = sums[0][k];
+      row_sum<false>(own_sums, cluster, scratch, turn);
+    }
+    const Polynomial own_y(factors.factors, rstd);
+    const Derivative own_derivative(own_y, rstd, own_sums, static_cast<float>(dim));
+    if (own_row < p.rows) {
+      const float4 part = weight_part(rstd, own_sums);
+      if constexpr (kForm == Form::grouped) {
+        if (p.partials != nullptr && first_column == 0 && !factors.is_padding)
+          reinterpret_cast<float4*>(p.partials)[own_row] = part;
+      } else {
+        add(total, part);
+      }
+    }
 
     // Write the gradients.
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int64_t row = first_row + i;
-      const Polynomial y(factors[i], rstd[i]);
-      const Derivative derivative(y, rstd[i], &sums[4 * i], static_cast<float>(dim));
-      if (row < p.rows) {
-        const float4 part = weight_part(rstd[i], &sums[4 * i]);
-        if constexpr (kForm == Form::grouped) {
-          if (p.partials != nullptr && first_column == 0 && !factors.is_padding(i))
-            reinterpret_cast<float4*>(p.partials)[row] = part;
-        } else {
-          add(total, part);
-        }
-      }
+      const int lane = lane_of_row<kRows>(i, blockDim.x);
+      const Polynomial y = kRows > 1 ? own_y.from(lane, blockDim.x) : own_y;
+      const Derivative derivative =
+          kRows > 1 ? own_derivative.from(y, lane, blockDim.x) : own_derivative;
       T* grad_x = static_cast<T*>(p.grad_x);
       T* grad_mul = static_cast<T*>(p.grad_mul);
       if (grad_x != nullptr) grad_x += row * p.grad_x_stride;
@@ -608,7 +643,7 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
         const int column = column_of(s);
         const auto write = [&](const Vector<T, N>& grad, const Vector<T, N>& x,
                                const Vector<T, N>& mul) {
-          write_gradients<kForm, kAligned>(grad, x, mul, y, derivative, factors.is_padding(i), cuts,
+          write_gradients<kForm, kAligned>(grad, x, mul, y, derivative, factors.is_padding, cuts,
                                            p.hidden_clamp, grad_x, grad_mul, column, dim,
                                            column < write_dim_of(s));
         };
@@ -625,6 +660,12 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
     ++turn;
   }
   let_kernel_after_start();
+  if constexpr (kRows > 1) {
+    float4 of_all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) add(of_all, from(total, lane_of_row<kRows>(i, blockDim.x)));
+    total = of_all;
+  }
   if constexpr (kForm != Form::grouped) {
     if (p.partials != nullptr && block_in_row == 0)
       leave_partial(total, p.partials, group, threadIdx.x == 0);
@@ -640,7 +681,7 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
   const int dim = static_cast<int>(p.dim);
   const int step = blockDim.x * N;
   const bool cuts = clamps<kForm>(p);
-  RowFactors<T, kForm, 1> factors;
+  RowFactors<T, kForm> factors;
   factors.load_common(p);
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   int turn = 0;
@@ -652,11 +693,11 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
     T* grad_mul = static_cast<T*>(p.grad_mul);
     if (grad_x != nullptr) grad_x += row * p.grad_x_stride;
     if (grad_mul != nullptr) grad_mul += row * p.grad_mul_stride;
-    factors.load_of_rows(p, row);
-    const int dim_to_read = factors.is_padding(0) ? 0 : dim;
+    factors.load_of_row(p, row);
+    const int dim_to_read = factors.is_padding ? 0 : dim;
     float rstd[3];
     load_rstd(p.rstd, row, rstd);
-    const Polynomial y(factors[0], rstd);
+    const Polynomial y(factors.factors, rstd);
 
     float sums[4] = {};
 #pragma unroll 2
@@ -672,7 +713,7 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
     const Derivative derivative(y, rstd, sums, static_cast<float>(dim));
     const float4 part = weight_part(rstd, sums);
     if constexpr (kForm == Form::grouped) {
-      if (p.partials != nullptr && threadIdx.x == 0 && !factors.is_padding(0))
+      if (p.partials != nullptr && threadIdx.x == 0 && !factors.is_padding)
         reinterpret_cast<float4*>(p.partials)[row] = part;
     } else {
       add(total, part);
@@ -685,8 +726,8 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
       if constexpr (has_mul(kForm)) mul_packed = load<kAligned, N>(mul, column, dim_to_read);
       write_gradients<kForm, kAligned>(load<kAligned, N>(grad_out, column, dim_to_read),
                                        load<kAligned, N>(x, column, dim_to_read), mul_packed, y,
-                                       derivative, factors.is_padding(0), cuts, p.hidden_clamp,
-                                       grad_x, grad_mul, column, dim, column < dim);
+                                       derivative, factors.is_padding, cuts, p.hidden_clamp, grad_x,
+                                       grad_mul, column, dim, column < dim);
     }
     ++turn;
   }

@@ -48,7 +48,9 @@ inline RowPolicy poly_norm_row_policy(const DeviceInfo& device, int element_size
     policy.threads_per_row = kPolyNormLongThreads;
     return policy;
   }
-  policy.threads_per_row = threads_for(block_count, policy.vectors);
+  // A thread looks after the sums of one of its rows.
+  policy.threads_per_row =
+      std::max(threads_for(block_count, policy.vectors), policy.rows_per_thread);
   if (policy.threads_per_row <= kWarpSize)
     policy.rows_per_block = kPolyNormShortThreads / policy.threads_per_row;
   return policy;
