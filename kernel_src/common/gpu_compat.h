@@ -321,13 +321,19 @@ __device__ __forceinline__ void let_kernel_after_start() {
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
 
+// What a launch returned. An error is also kept for the next one that asks, which would take it for its own.
+inline gpuError gpu_launched(gpuError error) {
+  if (error != gpuSuccess) gpuGetLastError();
+  return error;
+}
+
 // Launches kernel(args...) with blocks in clusters of `cluster` along x, and reports the launch's error.
 template <typename... Params, typename... Args>
 inline gpuError gpu_launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes,
                            int cluster, gpuStream stream, Args&&... args) {
   if (shared_bytes > 48 * 1024) {
     const gpuError error = gpu_allow_shared_bytes(kernel, shared_bytes);
-    if (error != gpuSuccess) return error;
+    if (error != gpuSuccess) return gpu_launched(error);
   }
 #if !defined(USE_ROCM)
   if (cluster > 1) {
@@ -341,7 +347,7 @@ inline gpuError gpu_launch(void (*kernel)(Params...), dim3 grid, dim3 block, int
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, Params(args)...);
+    return gpu_launched(cudaLaunchKernelEx(&config, kernel, Params(args)...));
   }
 #endif
   kernel<<<grid, block, shared_bytes, stream>>>(args...);
@@ -365,7 +371,7 @@ inline gpuError gpu_launch_after(void (*kernel)(Params...), dim3 grid, dim3 bloc
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, Params(args)...);
+  return gpu_launched(cudaLaunchKernelEx(&config, kernel, Params(args)...));
 #endif
 }
 

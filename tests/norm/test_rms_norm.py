@@ -31,7 +31,7 @@ def every_option():
 
 
 @pytest.mark.parametrize("op", [RMS_NORM, FUSED_ADD_RMS_NORM], ids=lambda op: op.name)
-@on_devices((100,), (100, 129, 4096, 5120, 65536))
+@on_devices((100,), (100, 129, 4096, 5120, 65536, 262145))
 def test_every_combination_of_options(fuselage, device, op, dim):
     for dtype, weight_dtype, offset, cast, out_dtype in every_option():
         options = {"weight_offset": offset, "cast_before_weight": cast, "out_dtype": out_dtype}
