@@ -327,11 +327,14 @@ inline gpuError gpu_launched(gpuError error) {
   return error;
 }
 
+// Of a kernel's own shared arrays, which count too towards the 48 KB that every block may have.
+constexpr int kMostArrayBytes = 8 * 1024;
+
 // Launches kernel(args...) with blocks in clusters of `cluster` along x, and reports the launch's error.
 template <typename... Params, typename... Args>
 inline gpuError gpu_launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes,
                            int cluster, gpuStream stream, Args&&... args) {
-  if (shared_bytes > 48 * 1024) {
+  if (shared_bytes + kMostArrayBytes > 48 * 1024) {
     const gpuError error = gpu_allow_shared_bytes(kernel, shared_bytes);
     if (error != gpuSuccess) return gpu_launched(error);
   }

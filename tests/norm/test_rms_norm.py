@@ -41,6 +41,29 @@ def test_every_combination_of_options(fuselage, device, op, dim):
         check_gradients(op, fuselage, inputs, options)
 
 
+# Rows off a 16-byte boundary pass through the shared memory of a GPU: here with a little less than
+# the 48 KB that a block has without asking, backward (of 1000 rows) and forward (with a residual).
+@pytest.mark.parametrize("op", [RMS_NORM, FUSED_ADD_RMS_NORM], ids=lambda op: op.name)
+@each_dtype
+@pytest.mark.parametrize(
+    ("rows", "dim"),
+    [
+        (1000, 65),
+        (1000, 129),
+        (1000, 201),
+        (1000, 255),
+        (5, 5849),
+        (5, 6101),
+        (5, 11697),
+        (5, 12271),
+    ],
+)
+def test_just_below_48_kilobytes_of_shared_memory(fuselage, device, op, dtype, rows, dim):
+    inputs = op.inputs((rows, dim), dtype, device)
+    check_values(op, fuselage, inputs, {})
+    check_gradients(op, fuselage, inputs, {})
+
+
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
 def test_llama_style_rounds_twice(fuselage, device, dtype):
