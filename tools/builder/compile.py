@@ -267,9 +267,12 @@ def link_flags(tools: Toolchain, backend: str) -> list[str]:
 
 
 def nvcc_threads(units: list[Unit], jobs: int) -> int:
-    """Threads inside one nvcc: as many as jobs are left when every .cu file compiles at once."""
+    """Threads inside one nvcc, which compile for several GPUs at once.
+
+    Two at least: otherwise the last file may keep one core busy for minutes and the others idle.
+    """
     gpu_units = sum(unit.rule == "cuda" for unit in units)
-    return max(1, jobs // gpu_units) if gpu_units else 1
+    return max(min(2, jobs), jobs // gpu_units) if gpu_units else 1
 
 
 def _quote(words: list[str] | tuple[str, ...]) -> str:
