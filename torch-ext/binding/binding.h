@@ -155,15 +155,9 @@ inline bool overlap(const Tensor& a, int64_t a_stride, const Tensor& b, int64_t 
 
 constexpr int64_t kMaxDim = 64;  // of a tensor
 
-// A contiguous tensor on the device of `like`. One call into Torch, past its dispatcher.
-inline Tensor empty(const int64_t* sizes, int64_t dim, ScalarType type, const Tensor& like) {
-  int64_t strides[kMaxDim];
-  if (dim > kMaxDim) throw std::runtime_error("fuselage: tensors have at most 64 dimensions");
-  int64_t stride = 1;
-  for (int64_t i = dim - 1; i >= 0; --i) {
-    strides[i] = stride;
-    stride *= sizes[i] == 0 ? 1 : sizes[i];
-  }
+// A tensor on the device of `like`. One call into Torch, past its dispatcher.
+inline Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dim,
+                            ScalarType type, const Tensor& like) {
   int32_t dtype = 0;
   switch (type) {
     case ScalarType::Half: dtype = aoti_torch_dtype_float16(); break;
@@ -176,6 +170,18 @@ inline Tensor empty(const int64_t* sizes, int64_t dim, ScalarType type, const Te
       like.is_cpu() ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
       like.get_device_index(), &handle));
   return Tensor(handle);
+}
+
+// Likewise, contiguous.
+inline Tensor empty(const int64_t* sizes, int64_t dim, ScalarType type, const Tensor& like) {
+  int64_t strides[kMaxDim];
+  if (dim > kMaxDim) throw std::runtime_error("fuselage: tensors have at most 64 dimensions");
+  int64_t stride = 1;
+  for (int64_t i = dim - 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= sizes[i] == 0 ? 1 : sizes[i];
+  }
+  return empty_strided(sizes, strides, dim, type, like);
 }
 
 inline Tensor empty_like(const Tensor& like, ScalarType type) {
