@@ -135,3 +135,57 @@ def add_mul_act(
 ) -> Tensor:
     total = x if bias is None else x + bias
     return ACTIVATIONS[activation](total + alpha * y).to(x.dtype)
+
+
+# Rotary embedding
+
+
+def apply_rotary(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    heads_dim: int = 2,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """transformers' `apply_rotary_pos_emb`, and diffusers' `apply_rotary_emb` where interleaved."""
+
+    def rotate(x):
+        if interleaved:
+            pairs = x.unflatten(-1, (-1, 2))
+            return torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)
+        x1, x2 = x.chunk(2, -1)
+        return torch.cat((-x2, x1), -1)
+
+    def apply(x):
+        if x is None:
+            return None
+        c, s = (cos, sin) if x.dim() == 3 else (t.unsqueeze(heads_dim) for t in tables)
+        return ((x * c) + (rotate(x) * s)).to(x.dtype)
+
+    tables = [t if t.dim() == 3 else t[None] for t in (cos, sin)]
+    results = tuple(apply(x) for x in (q, k))
+    return results if k is not None else results[0]
+
+
+def qk_norm_rotary(
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = False,
+    **options,
+):
+    """The norm of Qwen3 with `cast_before_weight`, and then its rotary embedding."""
+    norm = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
+    y = [
+        None if x is None else rms_norm(x, w, eps, **norm)
+        for x, w in ((q, q_weight), (k, k_weight))
+    ]
+    return apply_rotary(*y, cos, sin, **options)

@@ -433,6 +433,62 @@ ADD_MUL_ACT = Operator(
     **_ADD,
 )
 
+# Rotary embedding. Not among OPERATORS: q and k have tokens and heads, which shared tests do not
+# know. tests/rope has tests of the same contracts.
+
+
+def rotary_operator(name: str, **options) -> Operator:
+    """Called with the given tables and options, unless a test says otherwise."""
+    norm = name == "qk_norm_rotary"
+    return Operator(
+        name=name,
+        make_inputs=None,
+        reference=getattr(reference, name),
+        eager=getattr(eager, name),
+        row_inputs=("q", "k"),
+        vector_inputs=("q_weight", "k_weight") if norm else (),
+        outputs=("q_out", "k_out"),
+        styles={},
+        roundings=("cast_before_weight",),
+        output_terms=getattr(reference, f"{name}_terms"),
+        gradient_terms=getattr(reference, f"{name}_gradient_terms"),
+        samples=_rotary_samples,
+        defaults=options,
+        has_eps=norm,
+    )
+
+
+def _rotary_samples(kernel, device):
+    """(op, arguments) of everything the family registers, for opcheck."""
+    ops = kernel.rope.ops
+    for dtype, shape, table, positions, rotary in (
+        # positions: ids, offsets, offset; rotary: interleaved, heads_dim, rotary_dim
+        (torch.float32, (2, 3, 4, 8), (3, 8), (None, None, None), (False, 2, None)),
+        (torch.bfloat16, (2, 2, 3, 12), (9, 4), ("ids", None, None), (True, 1, 8)),
+        (torch.float16, (2, 3, 16), (9, 16), (None, "offsets", None), (True, 2, None)),
+    ):
+        q, k, grad_q, grad_k = (normal(shape, dtype, device) for _ in range(4))
+        weight = normal(shape[-1:], dtype, device)
+        cos, sin = (normal(table, torch.float32, device) for _ in range(2))
+        ids = torch.arange(3, device=device).expand(2, 3).contiguous()
+        offsets = torch.tensor([2, 4], dtype=torch.int32, device=device)
+        tables = (cos, sin, ids if positions[0] else None, offsets if positions[1] else None, None)
+        norm = (1e-6, 0.0)
+        x, y, w = (t.clone().requires_grad_() for t in (q, k, weight))
+        yield ops.apply_rotary_fwd.default, (x, y, *tables, *rotary)
+        yield ops.qk_norm_rotary_fwd.default, (x, y, w, w, *tables, *norm, False, *rotary)
+        backward = (grad_q, grad_k, q, k, weight, weight, *tables, *norm, *rotary)
+        yield ops.qk_norm_rotary_bwd.default, (*backward, True, False, False, True)
+        if positions == (None, None, None):
+            yield ops.apply_rotary.default, (q, k, *tables, *rotary)
+            yield ops.apply_rotary.default, (q, None, *tables, *rotary)
+            yield ops.apply_rotary_bwd.default, (q, k, *tables, *rotary)
+            yield ops.apply_rotary_.default, (q, k, *tables, *rotary)
+            yield ops.qk_norm_rotary.default, (q, k, weight, None, *tables, *norm, True, *rotary)
+
+
+APPLY_ROTARY = rotary_operator("apply_rotary")
+
 OPERATORS = (
     RMS_NORM,
     FUSED_ADD_RMS_NORM,
@@ -446,3 +502,6 @@ OPERATORS = (
     BIAS_ACT,
     ADD_MUL_ACT,
 )
+
+# Everything that has samples for opcheck.
+SAMPLED = tuple(op for op in (*OPERATORS, APPLY_ROTARY) if op.samples is not None)

@@ -363,3 +363,134 @@ def swiglu_clamped_terms(x, alpha=1.702, limit=7.0, *, interleaved=True, grad_ou
     if grad_out is None:
         return {"out": terms}
     return {"x": torch.stack(terms, -1).flatten(-2) if interleaved else torch.cat(terms, -1)}
+
+
+# Rotary embedding
+
+
+def _columns_of(table: Tensor, x: Tensor, interleaved, heads_dim, rotary_dim, position_ids, offset):
+    """cos or sin in full width, with the dimensions of `x`."""
+    table = table.double()
+    tokens = x.shape[1] if x.dim() == 3 else x.shape[3 - heads_dim]
+    if position_ids is not None:
+        table = table[position_ids.long()]
+    elif isinstance(offset, Tensor):
+        table = table[offset.long()[:, None] + torch.arange(tokens, device=x.device)]
+    elif offset is not None:
+        table = table[offset : offset + tokens]
+    elif table.dim() == 4:
+        table = table.squeeze(heads_dim)
+    if rotary_dim is not None and rotary_dim == 2 * table.shape[-1]:
+        table = table.repeat_interleave(2, -1) if interleaved else torch.cat((table, table), -1)
+    table = table if table.dim() == 3 else table[None]
+    return table if x.dim() == 3 else table.unsqueeze(heads_dim)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
+    """Each pair of the first columns becomes (x1 c1 + sign x2 s1, x2 c2 + x1 s2)."""
+    width = cos.shape[-1]
+    first, second = (
+        (slice(0, width, 2), slice(1, width, 2))
+        if interleaved
+        else (slice(0, width // 2), slice(width // 2, width))
+    )
+    out = x.clone()
+    x1, x2 = x[..., first], x[..., second]
+    out[..., first] = x1 * cos[..., first] + sign * x2 * sin[..., first]
+    out[..., second] = x2 * cos[..., second] + x1 * sin[..., second]
+    return out
+
+
+def apply_rotary(
+    q: Tensor,  # [batch, tokens, heads, dim], [batch, heads, tokens, dim] or [batch, tokens, dim]
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    heads_dim: int = 2,
+    rotary_dim: int | None = None,
+    position_ids: Tensor | None = None,
+    offset: int | Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    terms: bool = False,
+):
+    """With `terms` the sizes of the terms whose sum is the result."""
+    results = []
+    for x in (q, k):
+        if x is None:
+            continue
+        where = (x, interleaved, heads_dim, rotary_dim, position_ids, offset)
+        columns = [_columns_of(table, *where) for table in (cos, sin)]
+        if terms:
+            x, columns = x.abs(), [table.abs() for table in columns]
+        results.append(_rotate(x, *columns, interleaved, 1 if terms else -1))
+    return tuple(results) if k is not None else results[0]
+
+
+def apply_rotary_terms(**arguments):
+    return apply_rotary(**arguments, terms=True)
+
+
+def apply_rotary_gradient_terms(
+    q=None, k=None, cos=None, sin=None, grad_q_out=None, grad_k_out=None, **options
+) -> dict[str, Tensor]:
+    """|g1 c1| + |g2 s2| and |g2 c2| + |g1 s1|: the sines change places."""
+    interleaved, heads_dim = (
+        options.get("interleaved", False),
+        options.get("heads_dim", 2),
+    )
+    where = [options.get(name) for name in ("rotary_dim", "position_ids", "offset")]
+    terms = {}
+    for name, g in (("q", grad_q_out), ("k", grad_k_out)):
+        if g is None:
+            continue
+        c, s = (_columns_of(t, g, interleaved, heads_dim, *where).abs() for t in (cos, sin))
+        if interleaved:
+            s = s.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        else:
+            s = s.roll(s.shape[-1] // 2, -1)
+        terms[name] = _rotate(g.abs(), c, s, interleaved, 1)
+    return terms
+
+
+def qk_norm_rotary(
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = False,
+    dtype: torch.dtype,
+    **options,
+):
+    norm = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
+    y = [
+        None if x is None else rms_norm(x, w, eps, **norm, dtype=dtype)
+        for x, w in ((q, q_weight), (k, k_weight))
+    ]
+    if cast_before_weight:
+        y = [None if x is None else round_to(dtype, x) for x in y]
+    return apply_rotary(*y, cos, sin, **options)
+
+
+def qk_norm_rotary_terms(**arguments):
+    return qk_norm_rotary(**arguments, dtype=torch.float64, terms=True)
+
+
+def qk_norm_rotary_gradient_terms(
+    *, q=None, k=None, q_weight=None, k_weight=None, eps=1e-6, weight_offset=0.0, **options
+) -> dict[str, Tensor]:
+    grads = apply_rotary_gradient_terms(**options)
+    terms = {}
+    for name, x, weight in (("q", q, q_weight), ("k", k, k_weight)):
+        if name in grads:
+            sizes = rms_norm_gradient_terms(
+                x, weight, eps, weight_offset=weight_offset, grad_out=grads[name]
+            )
+            terms |= {name: sizes["x"], f"{name}_weight": sizes["weight"]}
+    return terms

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import assert_same_bits, each_operator, each_style, random_grad_outs
-from operators import OPERATORS
+from operators import OPERATORS, SAMPLED
 from torch._dynamo.testing import CompileCounterWithBackend
 
 BATCHES = (4, 7, 30, 129)
@@ -36,7 +36,7 @@ def fresh_compiler():
 
 
 @pytest.mark.kernels_ci
-@each_operator([op for op in OPERATORS if op.samples is not None])
+@each_operator(SAMPLED)
 def test_opcheck(fuselage, device, op):
     for overload, arguments in op.samples(fuselage, device):
         results = torch.library.opcheck(overload, arguments)
@@ -49,8 +49,7 @@ def test_every_op_is_checked(fuselage, op):
     """No op is registered that `samples` forgets."""
     checked = {
         overload._schema.name.split("::")[1]
-        for each in OPERATORS
-        if each.samples is not None
+        for each in SAMPLED
         for overload, _ in each.samples(fuselage, "cpu")
     }
     prefix = fuselage.norm.ops.rms_norm.default._schema.name.split("::")[0] + "::"

@@ -6,6 +6,7 @@
 #include "binding/gate.h"
 #include "binding/norm.h"
 #include "binding/poly_norm.h"
+#include "binding/rope.h"
 #include "registration.h"
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
@@ -79,6 +80,36 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "add_mul_act_bwd(Tensor grad_out, Tensor? x, Tensor? bias, Tensor? y, float alpha, int activation, "
       "bool needs_grad_x, bool needs_grad_bias, bool needs_grad_y) "
       "-> (Tensor grad_x, Tensor grad_bias, Tensor grad_y)");
+
+  ops.def(
+      "apply_rotary(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? position_ids, Tensor? offsets, "
+      "int? offset, bool interleaved, int heads_dim, int? rotary_dim) -> (Tensor q_out, Tensor k_out)");
+  ops.def(
+      "apply_rotary_fwd(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? position_ids, Tensor? offsets, "
+      "int? offset, bool interleaved, int heads_dim, int? rotary_dim) -> (Tensor q_out, Tensor k_out)");
+  ops.def(
+      "apply_rotary_bwd(Tensor grad_q, Tensor? grad_k, Tensor cos, Tensor sin, Tensor? position_ids, "
+      "Tensor? offsets, int? offset, bool interleaved, int heads_dim, int? rotary_dim) "
+      "-> (Tensor grad_q_in, Tensor grad_k_in)");
+  ops.def(
+      "apply_rotary_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? position_ids, "
+      "Tensor? offsets, int? offset, bool interleaved, int heads_dim, int? rotary_dim) -> ()");
+  ops.def(
+      "qk_norm_rotary(Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, "
+      "Tensor? position_ids, Tensor? offsets, int? offset, float eps, float weight_offset, "
+      "bool cast_before_weight, bool interleaved, int heads_dim, int? rotary_dim) "
+      "-> (Tensor q_out, Tensor k_out)");
+  ops.def(
+      "qk_norm_rotary_fwd(Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, "
+      "Tensor? position_ids, Tensor? offsets, int? offset, float eps, float weight_offset, "
+      "bool cast_before_weight, bool interleaved, int heads_dim, int? rotary_dim) "
+      "-> (Tensor q_out, Tensor k_out)");
+  ops.def(
+      "qk_norm_rotary_bwd(Tensor grad_q_out, Tensor? grad_k_out, Tensor q, Tensor? k, Tensor? q_weight, "
+      "Tensor? k_weight, Tensor cos, Tensor sin, Tensor? position_ids, Tensor? offsets, int? offset, "
+      "float eps, float weight_offset, bool interleaved, int heads_dim, int? rotary_dim, bool needs_grad_q, "
+      "bool needs_grad_k, bool needs_grad_q_weight, bool needs_grad_k_weight) "
+      "-> (Tensor grad_q, Tensor grad_k, Tensor grad_q_weight, Tensor grad_k_weight)");
 }
 
 namespace {
@@ -118,6 +149,13 @@ void implement(torch::stable::detail::StableLibrary& ops) {
   ops.impl("add_mul_act_fwd", TORCH_BOX(&add_mul_act));
   ops.impl("add_mul_act_", TORCH_BOX(&add_mul_act_));
   ops.impl("add_mul_act_bwd", TORCH_BOX(&add_mul_act_bwd));
+  ops.impl("apply_rotary", TORCH_BOX(&apply_rotary));
+  ops.impl("apply_rotary_fwd", TORCH_BOX(&apply_rotary));
+  ops.impl("apply_rotary_bwd", TORCH_BOX(&apply_rotary_bwd));
+  ops.impl("apply_rotary_", TORCH_BOX(&apply_rotary_));
+  ops.impl("qk_norm_rotary", TORCH_BOX(&qk_norm_rotary));
+  ops.impl("qk_norm_rotary_fwd", TORCH_BOX(&qk_norm_rotary));
+  ops.impl("qk_norm_rotary_bwd", TORCH_BOX(&qk_norm_rotary_bwd));
 }
 
 }  // namespace

@@ -8,4 +8,5 @@
 #include "cpu/activation.cpp"
 #include "cpu/poly_norm.cpp"
 #include "cpu/rms_norm.cpp"
+#include "cpu/rotary.cpp"
 #endif

@@ -25,10 +25,19 @@ from .gate import (
 )
 from .norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm
 from .poly_norm import fused_mul_poly_norm, grouped_poly_norm, poly_norm
+from .rope import (
+    apply_rotary,
+    apply_rotary_,
+    ltx_video_rotary_tables,
+    qk_norm_rotary,
+    wan_rotary_tables,
+)
 
 __all__ = [
     "add_mul_act",
     "add_mul_act_",
+    "apply_rotary",
+    "apply_rotary_",
     "bias_act",
     "bias_act_",
     "fused_add_rms_norm",
@@ -42,12 +51,14 @@ __all__ = [
     "gelu_tanh_and_mul",
     "grouped_poly_norm",
     "layers",
+    "ltx_video_rotary_tables",
     "modules",
     "mul_and_gelu",
     "mul_and_gelu_tanh",
     "mul_and_relu",
     "mul_and_silu",
     "poly_norm",
+    "qk_norm_rotary",
     "relu2",
     "relu_and_mul",
     "rms_norm",
@@ -55,4 +66,5 @@ __all__ = [
     "silu_and_mul",
     "swiglu",
     "swiglu_clamped",
+    "wan_rotary_tables",
 ]

@@ -11,6 +11,7 @@ import torch
 from .gate import geglu, gelu, gelu_quick, gelu_tanh, silu, swiglu
 from .norm import rms_norm
 from .poly_norm import poly_norm
+from .rope import apply_rotary
 
 
 class RMSNorm(torch.nn.Module):
@@ -57,6 +58,30 @@ class PolyNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return poly_norm(x, self.weight, self.bias, self.eps)
+
+
+class RotaryPosEmb(torch.nn.Module):
+    """`apply_rotary_pos_emb` of Llama and its kin, which transformers names `rotary_pos_emb`.
+
+    Pairs are the halves of a head; cos and sin have its columns, or half of them as in gpt-oss.
+    NOTE: two models of transformers 5.22.2 give the name to another function and must be left out:
+    nanochat turns the other way, openai_privacy_filter pairs neighbours.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        unsqueeze_dim: int = 1,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if cos.dtype != q.dtype:
+            cos, sin = cos.float(), sin.float()
+        return apply_rotary(q, k, cos, sin, heads_dim=unsqueeze_dim, rotary_dim=q.shape[-1])
 
 
 # Activations: the layers of transformers.activations, which have no attributes to read.

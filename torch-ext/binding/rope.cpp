@@ -1,0 +1,582 @@
+#include "rope.h"
+
+#include "cpu/rotary.h"
+#include "rope/rotary.h"
+
+namespace fuselage::binding {
+namespace {
+
+// ---- heads ----
+
+// The dimension of a tensor that counts heads, tokens: where there is none, -1.
+struct Dims {
+  int64_t tokens, heads;
+};
+
+Dims check_q(const char* op, const char* name, const Tensor& q, int64_t heads_dim) {
+  FUSELAGE_CHECK(op, q.dim() == 3 || q.dim() == 4, "`", name,
+                 "` must have shape [batch, tokens, dim], or four dimensions with one of heads, "
+                 "got ",
+                 shape_of(q));
+  FUSELAGE_CHECK(op, heads_dim == 1 || heads_dim == 2, "`heads_dim` must be 1 or 2, got ",
+                 heads_dim);
+  if (q.dim() == 3) return {1, -1};
+  return {3 - heads_dim, heads_dim};
+}
+
+// `k` is as `q` but for the number of heads.
+void check_k(const char* op, const char* name, const Tensor& k, const char* q_name, const Tensor& q,
+             const Dims& dims) {
+  check_same_device(op, name, k, q, q_name);
+  bool same = k.dim() == q.dim();
+  for (int64_t i = 0; same && i < q.dim(); ++i) same = i == dims.heads || k.size(i) == q.size(i);
+  FUSELAGE_CHECK(op, same, "`", name, "` must have the shape of `", q_name, "` ", shape_of(q),
+                 dims.heads < 0 ? "" : ", but for the number of heads", ", got ", shape_of(k));
+  const DType dtype = check_dtype(op, name, k), wanted = *dtype_from(q.scalar_type());
+  FUSELAGE_CHECK(op, dtype == wanted, "`", name, "` must be ", dtype_name(wanted), " as `", q_name,
+                 "`, got ", dtype_name(dtype));
+}
+
+int64_t heads_of(const Tensor& tensor, const Dims& dims) {
+  return dims.heads < 0 ? 1 : tensor.size(dims.heads);
+}
+
+Heads view_of(const Tensor& tensor, const Dims& dims) {
+  return {const_cast<void*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(dims.tokens),
+          dims.heads < 0 ? 0 : tensor.stride(dims.heads)};
+}
+
+// Reads the tensor in place where the elements of a head are adjacent, and copies it otherwise.
+Tensor with_heads(const Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  if (tensor.stride(last) == 1 || tensor.size(last) == 1) return tensor;
+  return torch::stable::contiguous(tensor);
+}
+
+// Without gaps, and in the order in memory of `like`: tokens around heads or heads around tokens.
+Tensor empty_heads(const Tensor& like) {
+  if (like.dim() == 3 || like.stride(1) >= like.stride(2))
+    return empty_like(like, like.scalar_type());
+  const auto at_least_one = [](int64_t size) { return std::max<int64_t>(size, 1); };
+  const int64_t inner = at_least_one(like.size(3)), middle = at_least_one(like.size(1)) * inner;
+  const int64_t strides[4] = {at_least_one(like.size(2)) * middle, inner, middle, 1};
+  return empty_strided(like.sizes().data(), strides, 4, like.scalar_type(), like);
+}
+
+// ---- cos and sin ----
+
+struct Options {
+  const OptionalTensor& position_ids;
+  const OptionalTensor& offsets;
+  std::optional<int64_t> offset;
+  bool interleaved;
+  int64_t heads_dim;
+  std::optional<int64_t> rotary_dim;
+};
+
+// A table without its dimension of heads, if it has one, as [batch or 1, rows, width].
+struct Table {
+  Tensor tensor;  // keeps a contiguous copy alive
+  int64_t batch_stride, row_stride;
+};
+
+Table table_of(const Tensor& table, int64_t heads_dim) {
+  const int64_t last = table.dim() - 1;
+  const Tensor t =
+      table.stride(last) == 1 || table.size(last) <= 1 ? table : torch::stable::contiguous(table);
+  const int64_t rows_dim = t.dim() == 4 ? 3 - heads_dim : last - 1;
+  const bool shared = t.dim() == 2 || t.size(0) == 1;
+  return {t, shared ? 0 : t.stride(0), t.stride(rows_dim)};
+}
+
+bool is_integer(const Tensor& tensor) {
+  return tensor.scalar_type() == ScalarType::Long || tensor.scalar_type() == ScalarType::Int;
+}
+
+// cos, sin and positions, checked, and what keeps them alive.
+struct Positions {
+  RotaryTable table;
+  std::optional<Table> cos, sin;
+};
+
+void check_shape(const char* op, const char* q_name, const Tensor& q, const Tensor& cos,
+                 const Options& options, RotaryShape& shape, RotaryTable& table) {
+  const int64_t width = cos.size(cos.dim() - 1);
+  if (options.rotary_dim.has_value()) {
+    shape.rotary_dim = *options.rotary_dim;
+    FUSELAGE_CHECK(
+        op, shape.rotary_dim % 2 == 0 && shape.rotary_dim >= 0 && shape.rotary_dim <= shape.dim,
+        "`rotary_dim` must be even and at most ", shape.dim, ", the last dimension of `", q_name,
+        "` ", shape_of(q), ", got ", shape.rotary_dim);
+    FUSELAGE_CHECK(op, width == shape.rotary_dim || 2 * width == shape.rotary_dim,
+                   "`cos` must have `rotary_dim` columns, ", shape.rotary_dim,
+                   ", or half as many, got ", shape_of(cos));
+    table.half_width = width != shape.rotary_dim;
+    return;
+  }
+  FUSELAGE_CHECK(op, width % 2 == 0 && width <= shape.dim,
+                 "`cos` must have an even number of columns, at most ", shape.dim,
+                 ", the last dimension of `", q_name, "` ", shape_of(q), ", got ", shape_of(cos));
+  FUSELAGE_CHECK(op, 2 * width != shape.dim || width == 0, "`cos` ", shape_of(cos),
+                 " has half the columns of a head: pass rotary_dim=", shape.dim,
+                 " if it has one for each pair, or rotary_dim=", width,
+                 " if half of each head is to be rotated");
+  shape.rotary_dim = width;
+}
+
+Positions check_positions(const char* op, const char* q_name, const Tensor& q, const Tensor& cos,
+                          const Tensor& sin, const Options& options, RotaryShape& shape) {
+  Positions found{};
+  RotaryTable& table = found.table;
+  check_same_device(op, "cos", cos, q, q_name);
+  check_same_device(op, "sin", sin, q, q_name);
+  table.dtype = check_dtype(op, "cos", cos);
+  FUSELAGE_CHECK(op, table.dtype == shape.dtype || table.dtype == DType::float32, "`cos` must be ",
+                 dtype_name(shape.dtype), " as `", q_name, "`, or float32, got ",
+                 dtype_name(table.dtype));
+  check_same_shape(op, "sin", sin, cos, "cos");
+  FUSELAGE_CHECK(op, check_dtype(op, "sin", sin) == table.dtype, "`sin` must be ",
+                 dtype_name(table.dtype), " as `cos`, got ",
+                 torch::headeronly::toString(sin.scalar_type()));
+  const bool indexed =
+      options.position_ids.has_value() || options.offsets.has_value() || options.offset.has_value();
+  if (indexed) {
+    FUSELAGE_CHECK(op, cos.dim() == 2,
+                   "`cos` must have shape [positions, columns] where `position_ids` or `offset` "
+                   "is given, got ",
+                   shape_of(cos));
+    table.rows = cos.size(0);
+  } else {
+    bool fits = cos.dim() >= 2 && cos.dim() <= 4;
+    if (fits) {
+      const int64_t rows_dim = cos.dim() == 4 ? 3 - options.heads_dim : cos.dim() - 2;
+      fits = cos.size(rows_dim) == shape.tokens &&
+             (cos.dim() == 2 || cos.size(0) == 1 || cos.size(0) == shape.batch) &&
+             (cos.dim() != 4 || cos.size(options.heads_dim) == 1);
+    }
+    FUSELAGE_CHECK(
+        op, fits, "`cos` must have shape [", shape.tokens, ", columns] or [", shape.batch,
+        " or 1, ", shape.tokens, ", columns] for `", q_name, "` ", shape_of(q),
+        " (a longer table takes position_ids or an offset, which may be 0), got ", shape_of(cos));
+    table.rows = shape.tokens;
+  }
+  check_shape(op, q_name, q, cos, options, shape, table);
+
+  table.step = options.position_ids.has_value() ? 0 : 1;
+  table.offset = options.offset.value_or(0);
+  FUSELAGE_CHECK(op,
+                 !options.position_ids.has_value() || !indexed ||
+                     (!options.offsets.has_value() && !options.offset.has_value()),
+                 "`position_ids` and `offset` must not both be given");
+  if (options.position_ids.has_value()) {
+    const Tensor& ids = *options.position_ids;
+    check_same_device(op, "position_ids", ids, q, q_name);
+    FUSELAGE_CHECK(op, is_integer(ids), "`position_ids` must be int64 or int32, got ",
+                   torch::headeronly::toString(ids.scalar_type()));
+    const bool fits = (ids.dim() == 1 && ids.size(0) == shape.tokens) ||
+                      (ids.dim() == 2 && ids.size(1) == shape.tokens &&
+                       (ids.size(0) == 1 || ids.size(0) == shape.batch));
+    FUSELAGE_CHECK(op, fits, "`position_ids` must have shape [", shape.tokens, "] or [",
+                   shape.batch, " or 1, ", shape.tokens, "], got ", shape_of(ids));
+    table.positions = ids.const_data_ptr();
+    table.narrow_positions = ids.scalar_type() == ScalarType::Int;
+    table.position_batch_stride = ids.dim() == 1 || ids.size(0) == 1 ? 0 : ids.stride(0);
+    table.position_token_stride = ids.stride(ids.dim() - 1);
+  } else if (options.offsets.has_value()) {
+    const Tensor& offsets = *options.offsets;
+    check_same_device(op, "offset", offsets, q, q_name);
+    FUSELAGE_CHECK(op, is_integer(offsets), "`offset` must be int64 or int32, got ",
+                   torch::headeronly::toString(offsets.scalar_type()));
+    FUSELAGE_CHECK(op,
+                   offsets.dim() == 1 && (offsets.size(0) == 1 || offsets.size(0) == shape.batch),
+                   "`offset` must be an int, or have shape [1] or [", shape.batch, "], got ",
+                   shape_of(offsets));
+    table.positions = offsets.const_data_ptr();
+    table.narrow_positions = offsets.scalar_type() == ScalarType::Int;
+    table.position_batch_stride = offsets.size(0) == 1 ? 0 : offsets.stride(0);
+  } else {
+    FUSELAGE_CHECK(op, table.offset >= 0 && table.offset + shape.tokens <= table.rows,
+                   "`cos` must have ", table.offset + shape.tokens,
+                   " rows or more, for an offset of ", table.offset, " and ", shape.tokens,
+                   " tokens, got ", shape_of(cos));
+  }
+  found.cos = table_of(cos, options.heads_dim);
+  found.sin = table_of(sin, options.heads_dim);
+  table.cos = found.cos->tensor.const_data_ptr();
+  table.sin = found.sin->tensor.const_data_ptr();
+  table.cos_batch_stride = found.cos->batch_stride;
+  table.sin_batch_stride = found.sin->batch_stride;
+  table.cos_stride = found.cos->row_stride;
+  table.sin_stride = found.sin->row_stride;
+  return found;
+}
+
+RotaryShape shape_from(const char* op, const char* name, const Tensor& q, const Dims& dims,
+                       bool interleaved) {
+  RotaryShape shape{};
+  shape.dtype = check_dtype(op, name, q);
+  shape.batch = q.size(0);
+  shape.tokens = q.size(dims.tokens);
+  shape.dim = q.size(q.dim() - 1);
+  shape.interleaved = interleaved;
+  FUSELAGE_CHECK(op, shape.dim < (int64_t{1} << 31), "the last dimension of `", name,
+                 "` must be below 2^31, got ", shape_of(q));
+  return shape;
+}
+
+// On the CPU, where it costs nothing; a GPU writes NaN for a position that its table does not have.
+void check_positions_inside(const char* op, const RotaryTable& table, const RotaryShape& shape) {
+  if (table.positions == nullptr) return;
+  const int64_t index = cpu::rotary_position_outside(table, shape);
+  FUSELAGE_CHECK(op, index < 0, table.step == 0 ? "`position_ids`" : "`offset`", " must be in [0, ",
+                 table.rows, "), the rows of `cos`, but is not for token ",
+                 index % std::max<int64_t>(shape.tokens, 1), " of sequence ",
+                 index / std::max<int64_t>(shape.tokens, 1));
+}
+
+int64_t elements_of_token(int64_t heads, const RotaryShape& shape) { return heads * shape.dim; }
+
+// ---- apply_rotary ----
+
+void run(const char* op, const Rotary& p, const Tensor& q) {
+  const int64_t tokens = p.shape.batch * p.shape.tokens;
+  const int64_t heads = p.q.heads + p.k.heads;
+  if (tokens == 0 || heads == 0 || p.shape.dim == 0) return;
+  if (q.is_cpu()) {
+    check_positions_inside(op, p.table, p.shape);
+    torch::stable::parallel_for(0, tokens, tasks_of(elements_of_token(heads, p.shape)),
+                                [&](int64_t begin, int64_t end) { cpu::rotary(p, begin, end); });
+    return;
+  }
+#if defined(FUSELAGE_GPU)
+  const int32_t device = q.get_device_index();
+  const OnDevice on_device(device);
+  const char* error = gpu::rotary(p, device, on_device.stream());
+  FUSELAGE_CHECK(op, error == nullptr, error);
+#endif
+}
+
+std::tuple<Tensor, Tensor> rotated(const char* op, const char* q_name, const Tensor& q,
+                                   const char* k_name, const OptionalTensor& k, const Tensor& cos,
+                                   const Tensor& sin, const Options& options, bool inverse) {
+  const Dims dims = check_q(op, q_name, q, options.heads_dim);
+  Rotary p{};
+  p.shape = shape_from(op, q_name, q, dims, options.interleaved);
+  if (k.has_value()) check_k(op, k_name, *k, q_name, q, dims);
+  const Positions positions = check_positions(op, q_name, q, cos, sin, options, p.shape);
+  p.table = positions.table;
+  p.inverse = inverse;
+  const Tensor q_heads = with_heads(q);
+  Tensor q_out = empty_heads(q_heads);
+  p.q = {view_of(q_heads, dims), view_of(q_out, dims), heads_of(q, dims)};
+  if (!k.has_value()) {
+    run(op, p, q);
+    return {q_out, no_tensor(q)};
+  }
+  const Tensor k_heads = with_heads(*k);
+  Tensor k_out = empty_heads(k_heads);
+  p.k = {view_of(k_heads, dims), view_of(k_out, dims), heads_of(*k, dims)};
+  run(op, p, q);
+  return {q_out, k_out};
+}
+
+// ---- in place ----
+
+struct Extent {
+  int64_t size, stride;
+};
+
+// Whether elements of a head are adjacent and no two places of the tensor are one: every stride reaches over
+// all that lies within it.
+bool writable(const Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  if (tensor.size(last) > 1 && tensor.stride(last) != 1) return false;
+  Extent extents[3];
+  int count = 0;
+  for (int64_t i = 0; i < last; ++i) {
+    if (tensor.size(i) > 1) extents[count++] = {tensor.size(i), tensor.stride(i)};
+  }
+  std::sort(extents, extents + count,
+            [](const Extent& a, const Extent& b) { return a.stride < b.stride; });
+  int64_t span = tensor.size(last);
+  for (int i = 0; i < count; ++i) {
+    if (extents[i].stride < span) return false;
+    span += (extents[i].size - 1) * extents[i].stride;
+  }
+  return true;
+}
+
+// Elements from the first of a tensor to behind its last, without its first `outer` dimensions.
+int64_t span_of(const Tensor& tensor, int64_t outer) {
+  int64_t span = 1;
+  for (int64_t i = outer; i < tensor.dim(); ++i) span += (tensor.size(i) - 1) * tensor.stride(i);
+  return span;
+}
+
+// Whether two writable tensors of one type, not empty and alike but for their heads, may share an element.
+bool may_overlap(const Tensor& a, const Tensor& b, const Dims& dims) {
+  const int64_t size = dtype_size(*dtype_from(a.scalar_type()));
+  const int64_t bytes =
+      static_cast<const char*>(b.const_data_ptr()) - static_cast<const char*>(a.const_data_ptr());
+  if (bytes >= span_of(a, 0) * size || -bytes >= span_of(b, 0) * size) return false;
+  if (bytes % size != 0) return true;
+  // One may lie in the gaps of the other, as the parts of a packed projection do: sequence by sequence, or
+  // token by token.
+  const auto apart = [&](int64_t rows, int64_t a_stride, int64_t b_stride, int64_t a_span,
+                         int64_t b_span) {
+    if (rows <= 1 || a_stride != b_stride) return false;
+    const int64_t offset = (bytes / size % a_stride + a_stride) % a_stride;
+    return offset >= a_span && offset + b_span <= a_stride;
+  };
+  if (apart(a.size(0), a.stride(0), b.stride(0), span_of(a, 1), span_of(b, 1))) return false;
+  const auto one_stride = [&](const Tensor& t) {
+    return t.size(0) == 1 || t.stride(0) == t.size(dims.tokens) * t.stride(dims.tokens);
+  };
+  const auto token_span = [&](const Tensor& t) {
+    const int64_t heads = dims.heads < 0 ? 0 : (t.size(dims.heads) - 1) * t.stride(dims.heads);
+    return heads + t.size(t.dim() - 1);
+  };
+  return !(one_stride(a) && one_stride(b) &&
+           apart(a.size(0) * a.size(dims.tokens), a.stride(dims.tokens), b.stride(dims.tokens),
+                 token_span(a), token_span(b)));
+}
+
+// ---- qk_norm_rotary ----
+
+// `weight` [dim] in q's type or float32, as adjacent elements.
+OptionalTensor check_weight(const char* op, const char* name, const OptionalTensor& weight,
+                            const char* q_name, const Tensor& q, const RotaryShape& shape) {
+  if (!weight.has_value()) return std::nullopt;
+  check_same_device(op, name, *weight, q, q_name);
+  FUSELAGE_CHECK(op, weight->dim() == 1 && weight->size(0) == shape.dim, "`", name,
+                 "` must have shape [", shape.dim, "], the last dimension of `", q_name, "` ",
+                 shape_of(q), ", got ", shape_of(*weight));
+  const DType dtype = check_dtype(op, name, *weight);
+  FUSELAGE_CHECK(op, dtype == shape.dtype || dtype == DType::float32, "`", name, "` must be ",
+                 dtype_name(shape.dtype), " as `", q_name, "`, or float32, got ",
+                 dtype_name(dtype));
+  return weight->is_contiguous() ? weight : torch::stable::contiguous(*weight);
+}
+
+template <typename Side>
+void set_weight(Side& side, const OptionalTensor& weight, DType dtype) {
+  side.weight_dtype = dtype;
+  if (!weight.has_value()) return;
+  side.weight = weight->const_data_ptr();
+  side.weight_dtype = *dtype_from(weight->scalar_type());
+}
+
+void check_norm_dim(const char* op, const Tensor& q, const RotaryShape& shape) {
+#if defined(FUSELAGE_GPU)
+  const int64_t most = gpu::qk_norm_rotary_max_dim(shape);
+  FUSELAGE_CHECK(op, q.is_cpu() || shape.dim <= most, "the last dimension of `q` must be at most ",
+                 most, " on a GPU, got ", shape_of(q),
+                 "; longer heads take rms_norm and then apply_rotary");
+#endif
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> apply_rotary(const Tensor& q, const OptionalTensor& k, const Tensor& cos,
+                                        const Tensor& sin, const OptionalTensor& position_ids,
+                                        const OptionalTensor& offsets,
+                                        std::optional<int64_t> offset, bool interleaved,
+                                        int64_t heads_dim, std::optional<int64_t> rotary_dim) {
+  return rotated("apply_rotary", "q", q, "k", k, cos, sin,
+                 {position_ids, offsets, offset, interleaved, heads_dim, rotary_dim}, false);
+}
+
+std::tuple<Tensor, Tensor> apply_rotary_bwd(const Tensor& grad_q, const OptionalTensor& grad_k,
+                                            const Tensor& cos, const Tensor& sin,
+                                            const OptionalTensor& position_ids,
+                                            const OptionalTensor& offsets,
+                                            std::optional<int64_t> offset, bool interleaved,
+                                            int64_t heads_dim, std::optional<int64_t> rotary_dim) {
+  return rotated("apply_rotary_bwd", "grad_q", grad_q, "grad_k", grad_k, cos, sin,
+                 {position_ids, offsets, offset, interleaved, heads_dim, rotary_dim}, true);
+}
+
+void apply_rotary_(const Tensor& q, const OptionalTensor& k, const Tensor& cos, const Tensor& sin,
+                   const OptionalTensor& position_ids, const OptionalTensor& offsets,
+                   std::optional<int64_t> offset, bool interleaved, int64_t heads_dim,
+                   std::optional<int64_t> rotary_dim) {
+  const char* op = "apply_rotary_";
+  const Options options{position_ids, offsets, offset, interleaved, heads_dim, rotary_dim};
+  const Dims dims = check_q(op, "q", q, heads_dim);
+  Rotary p{};
+  p.shape = shape_from(op, "q", q, dims, interleaved);
+  if (k.has_value()) check_k(op, "k", *k, "q", q, dims);
+  const Positions positions = check_positions(op, "q", q, cos, sin, options, p.shape);
+  p.table = positions.table;
+  p.in_place = true;
+  const auto check_writable = [&](const char* name, const Tensor& tensor) {
+    FUSELAGE_CHECK(op, writable(tensor), "`", name,
+                   "` is written in place and must have adjacent elements in a head and heads that "
+                   "do not overlap; pass a contiguous tensor or use apply_rotary");
+  };
+  const auto is_empty = [](const Tensor& tensor) { return tensor.numel() == 0; };
+  check_writable("q", q);
+  p.q = {view_of(q, dims), view_of(q, dims), heads_of(q, dims)};
+  if (k.has_value()) {
+    check_writable("k", *k);
+    FUSELAGE_CHECK(op, is_empty(q) || is_empty(*k) || !may_overlap(q, *k, dims),
+                   "`q` and `k` are both written and must not share memory; pass a copy of one");
+    p.k = {view_of(*k, dims), view_of(*k, dims), heads_of(*k, dims)};
+  }
+  run(op, p, q);
+}
+
+std::tuple<Tensor, Tensor> qk_norm_rotary(
+    const Tensor& q, const OptionalTensor& k, const OptionalTensor& q_weight,
+    const OptionalTensor& k_weight, const Tensor& cos, const Tensor& sin,
+    const OptionalTensor& position_ids, const OptionalTensor& offsets,
+    std::optional<int64_t> offset, double eps, double weight_offset, bool cast_before_weight,
+    bool interleaved, int64_t heads_dim, std::optional<int64_t> rotary_dim) {
+  const char* op = "qk_norm_rotary";
+  const Options options{position_ids, offsets, offset, interleaved, heads_dim, rotary_dim};
+  const Dims dims = check_q(op, "q", q, heads_dim);
+  QkNormRotary p{};
+  p.shape = shape_from(op, "q", q, dims, interleaved);
+  if (k.has_value()) check_k(op, "k", *k, "q", q, dims);
+  const OptionalTensor checked_q_weight = check_weight(op, "q_weight", q_weight, "q", q, p.shape);
+  const OptionalTensor checked_k_weight = check_weight(op, "k_weight", k_weight, "q", q, p.shape);
+  const Positions positions = check_positions(op, "q", q, cos, sin, options, p.shape);
+  check_norm_dim(op, q, p.shape);
+  p.table = positions.table;
+  p.eps = static_cast<float>(eps);
+  p.weight_offset = static_cast<float>(weight_offset);
+  p.cast_before_weight = cast_before_weight;
+  const Tensor q_heads = with_heads(q);
+  const Tensor q_out = empty_heads(q_heads);
+  p.q.x = view_of(q_heads, dims);
+  p.q.out = view_of(q_out, dims);
+  p.q.heads = heads_of(q, dims);
+  set_weight(p.q, checked_q_weight, p.shape.dtype);
+  OptionalTensor k_heads;
+  const Tensor k_out = k.has_value() ? empty_heads(*(k_heads = with_heads(*k))) : no_tensor(q);
+  if (k.has_value()) {
+    p.k.x = view_of(*k_heads, dims);
+    p.k.out = view_of(k_out, dims);
+    p.k.heads = heads_of(*k, dims);
+    set_weight(p.k, checked_k_weight, p.shape.dtype);
+  }
+  const int64_t tokens = p.shape.batch * p.shape.tokens, heads = p.q.heads + p.k.heads;
+  if (tokens == 0 || heads == 0 || p.shape.dim == 0) return {q_out, k_out};
+  if (q.is_cpu()) {
+    check_positions_inside(op, p.table, p.shape);
+    torch::stable::parallel_for(
+        0, tokens, tasks_of(elements_of_token(heads, p.shape)),
+        [&](int64_t begin, int64_t end) { cpu::qk_norm_rotary(p, begin, end); });
+    return {q_out, k_out};
+  }
+#if defined(FUSELAGE_GPU)
+  const int32_t device = q.get_device_index();
+  const OnDevice on_device(device);
+  const char* error = gpu::qk_norm_rotary(p, device, on_device.stream());
+  FUSELAGE_CHECK(op, error == nullptr, error);
+#endif
+  return {q_out, k_out};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> qk_norm_rotary_bwd(
+    const Tensor& grad_q_out, const OptionalTensor& grad_k_out, const Tensor& q,
+    const OptionalTensor& k, const OptionalTensor& q_weight, const OptionalTensor& k_weight,
+    const Tensor& cos, const Tensor& sin, const OptionalTensor& position_ids,
+    const OptionalTensor& offsets, std::optional<int64_t> offset, double eps, double weight_offset,
+    bool interleaved, int64_t heads_dim, std::optional<int64_t> rotary_dim, bool needs_grad_q,
+    bool needs_grad_k, bool needs_grad_q_weight, bool needs_grad_k_weight) {
+  const char* op = "qk_norm_rotary_bwd";
+  const Options options{position_ids, offsets, offset, interleaved, heads_dim, rotary_dim};
+  const Dims dims = check_q(op, "q", q, heads_dim);
+  QkNormRotaryBackward p{};
+  p.shape = shape_from(op, "q", q, dims, interleaved);
+  if (k.has_value()) check_k(op, "k", *k, "q", q, dims);
+  FUSELAGE_CHECK(op, grad_k_out.has_value() == k.has_value(),
+                 "`grad_k_out` must be given where `k` is, and nowhere else");
+  const auto check_grad = [&](const char* name, const Tensor& grad, const char* x_name,
+                              const Tensor& x) {
+    check_same_device(op, name, grad, x, x_name);
+    check_same_shape(op, name, grad, x, x_name);
+    FUSELAGE_CHECK(op, check_dtype(op, name, grad) == p.shape.dtype, "`", name, "` must be ",
+                   dtype_name(p.shape.dtype), " as `", x_name, "`, got ",
+                   torch::headeronly::toString(grad.scalar_type()));
+  };
+  check_grad("grad_q_out", grad_q_out, "q", q);
+  if (k.has_value()) check_grad("grad_k_out", *grad_k_out, "k", *k);
+  const OptionalTensor checked_q_weight = check_weight(op, "q_weight", q_weight, "q", q, p.shape);
+  const OptionalTensor checked_k_weight = check_weight(op, "k_weight", k_weight, "q", q, p.shape);
+  const Positions positions = check_positions(op, "q", q, cos, sin, options, p.shape);
+  check_norm_dim(op, q, p.shape);
+  p.table = positions.table;
+  p.eps = static_cast<float>(eps);
+  p.weight_offset = static_cast<float>(weight_offset);
+
+  // One for q and k each: the results, and what keeps a contiguous copy alive.
+  struct Side {
+    Tensor x, grad_out, grad_x, grad_weight;
+  };
+  const auto make = [&](QkNormRotaryBackwardSide& side, const Tensor& x, const Tensor& grad_out,
+                        const OptionalTensor& weight, bool needs_x, bool needs_weight) {
+    needs_weight = needs_weight && weight.has_value();
+    Side made{with_heads(x), with_heads(grad_out), no_tensor(q), no_tensor(q)};
+    if (needs_x) made.grad_x = empty_heads(made.x);
+    if (needs_weight) made.grad_weight = empty_like(*weight, weight->scalar_type());
+    side.x = view_of(made.x, dims);
+    side.grad_out = view_of(made.grad_out, dims);
+    if (needs_x) side.grad_x = view_of(made.grad_x, dims);
+    if (needs_weight) side.grad_weight = made.grad_weight.mutable_data_ptr();
+    side.heads = heads_of(x, dims);
+    set_weight(side, weight, p.shape.dtype);
+    return made;
+  };
+  Side q_side = make(p.q, q, grad_q_out, checked_q_weight, needs_grad_q, needs_grad_q_weight);
+  Side k_side = k.has_value() ? make(p.k, *k, *grad_k_out, checked_k_weight, needs_grad_k,
+                                     needs_grad_k_weight)
+                              : Side{q, q, no_tensor(q), no_tensor(q)};
+  const std::tuple<Tensor, Tensor, Tensor, Tensor> results{q_side.grad_x, k_side.grad_x,
+                                                           q_side.grad_weight, k_side.grad_weight};
+  const int64_t tokens = p.shape.batch * p.shape.tokens, heads = p.q.heads + p.k.heads;
+  if (tokens == 0 || heads == 0 || p.shape.dim == 0) {
+    if (p.q.grad_weight != nullptr) torch::stable::zero_(q_side.grad_weight);
+    if (p.k.grad_weight != nullptr) torch::stable::zero_(k_side.grad_weight);
+    return results;
+  }
+
+  OptionalTensor partials;
+  const auto with_partials = [&](int64_t count) {
+    p.partial_count = count;
+    const int64_t sides = (p.q.grad_weight != nullptr) + (p.k.grad_weight != nullptr);
+    if (sides == 0) return;
+    const int64_t sizes[3] = {sides, count, p.shape.dim};
+    partials = empty(sizes, 3, ScalarType::Float, q);
+    float* data = static_cast<float*>(partials->mutable_data_ptr());
+    if (p.q.grad_weight != nullptr) {
+      p.q.partials = data;
+      data += count * p.shape.dim;
+    }
+    if (p.k.grad_weight != nullptr) p.k.partials = data;
+  };
+  if (q.is_cpu()) {
+    check_positions_inside(op, p.table, p.shape);
+    with_partials(cpu::qk_norm_rotary_backward_chunks(p.shape, heads));
+    torch::stable::parallel_for(
+        0, p.partial_count, tasks_of(tokens / p.partial_count * elements_of_token(heads, p.shape)),
+        [&](int64_t begin, int64_t end) { cpu::qk_norm_rotary_backward(p, begin, end); });
+    if (partials.has_value()) {
+      torch::stable::parallel_for(
+          0, p.shape.dim, tasks_of(p.partial_count),
+          [&](int64_t begin, int64_t end) { cpu::qk_norm_rotary_backward_weight(p, begin, end); });
+    }
+    return results;
+  }
+#if defined(FUSELAGE_GPU)
+  const int32_t device = q.get_device_index();
+  const OnDevice on_device(device);
+  with_partials(gpu::qk_norm_rotary_backward_partials(p, device));
+  const char* error = gpu::qk_norm_rotary_backward(p, device, on_device.stream());
+  FUSELAGE_CHECK(op, error == nullptr, error);
+#endif
+  return results;
+}
+
+}  // namespace fuselage::binding
