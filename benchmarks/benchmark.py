@@ -169,3 +169,62 @@ class AddMulAct(Sizes, Benchmark):
 
     benchmark_one_row = benchmark_small = benchmark_medium = benchmark_large = fused
     verify_one_row = verify_small = verify_medium = verify_large = reference
+
+
+class ApplyRotary(Benchmark):
+    """Queries and keys of Llama 3 8B."""
+
+    seed = 20261121
+
+    def make(self, batch: int, tokens: int) -> None:
+        options = {"device": self.device, "dtype": torch.bfloat16}
+        # The command allows errors of 1e-2.
+        self.q = torch.rand(batch, tokens, 32, 128, **options)
+        self.k = torch.rand(batch, tokens, 8, 128, **options)
+        angles = torch.rand(tokens, 64, device=self.device)
+        self.cos, self.sin = (t.repeat(1, 2).bfloat16() for t in (angles.cos(), angles.sin()))
+        self.weight = torch.rand(128, **options)
+
+    def setup_decode(self) -> None:
+        self.make(64, 1)
+
+    def setup_prompt(self) -> None:
+        self.make(1, 2048)
+
+    def setup_training(self) -> None:
+        self.make(4, 4096)
+
+    def fused(self) -> None:
+        self.out, self.k_out = self.kernel.apply_rotary(self.q, self.k, self.cos, self.sin)
+
+    def rotated(self, x: torch.Tensor) -> torch.Tensor:
+        x1, x2 = x.float().chunk(2, -1)
+        cos, sin = self.cos[:, None].float(), self.sin[:, None].float()
+        return (x.float() * cos + torch.cat((-x2, x1), -1) * sin).to(x.dtype)
+
+    def reference(self) -> torch.Tensor:
+        self.rotated(self.k)
+        return self.rotated(self.q)
+
+    benchmark_decode = benchmark_prompt = benchmark_training = fused
+    verify_decode = verify_prompt = verify_training = reference
+
+
+class QkNormRotary(ApplyRotary):
+    """The same after Qwen3's norms of queries and keys."""
+
+    def fused(self) -> None:
+        weights = (self.weight, self.weight)
+        self.out, self.k_out = self.kernel.qk_norm_rotary(
+            self.q, self.k, *weights, self.cos, self.sin, EPS
+        )
+
+    def rotated(self, x: torch.Tensor) -> torch.Tensor:
+        return super().rotated(F.rms_norm(x.float(), (128,), self.weight.float(), EPS)).to(x.dtype)
+
+    def reference(self) -> torch.Tensor:
+        self.rotated(self.k)
+        return self.rotated(self.q)
+
+    benchmark_decode = benchmark_prompt = benchmark_training = fused
+    verify_decode = verify_prompt = verify_training = reference
