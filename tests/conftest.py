@@ -42,6 +42,20 @@ def kernel_backend() -> str | None:
     return "cpu" if why_no_cuda() else None
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what an operator's `cpu_dtypes` says is tested with another operator."""
+
+    def wanted(item: pytest.Item) -> bool:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        dtypes = getattr(params.get("op"), "cpu_dtypes", ())
+        on_cpu = params.get("device") == "cpu"
+        return not (on_cpu and dtypes and "dtype" in params) or params["dtype"] in dtypes
+
+    left_out = [item for item in items if not wanted(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if wanted(item)]
+
+
 @pytest.fixture(scope="session")
 def fuselage() -> ModuleType:
     """The kernel, as `get_kernel` returns it."""

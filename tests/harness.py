@@ -136,6 +136,8 @@ class Operator:
     vector_sizes: dict[str, int] = field(default_factory=dict)  # of those that are not [dim]
     samples: Callable | None = None  # (kernel, device) -> (op, arguments) of the ops behind it
     defaults: dict = field(default_factory=dict)  # options of every call, unless it says otherwise
+    free_shapes: tuple[str, ...] = ()  # inputs that may have more shapes than their own here
+    cpu_dtypes: tuple[torch.dtype, ...] = DTYPES  # fewer where another operator has the same code
     width: int = 1  # elements of a row input for one of an output
     op_name: str | None = None  # the op behind it, where it serves several functions
     has_eps: bool = True
