@@ -90,6 +90,60 @@ class RmsNormTraining(Sizes, Benchmark):
     verify_small = verify_medium = verify_large = reference
 
 
+class LayerNorm(Sizes, Benchmark):
+    def fused(self) -> None:
+        self.out = self.kernel.layer_norm(self.x, self.weight, self.bias, EPS)
+
+    def reference(self) -> torch.Tensor:
+        return F.layer_norm(self.x, self.weight.shape, self.weight, self.bias, EPS)
+
+    def make(self, rows: int, dim: int) -> None:
+        super().make(rows, dim)
+        self.bias = torch.rand(dim, device=self.device, dtype=torch.bfloat16).mul_(0.2)
+
+    benchmark_one_row = benchmark_small = benchmark_medium = benchmark_large = fused
+    verify_one_row = verify_small = verify_medium = verify_large = reference
+
+
+class AdaptiveSizes(Sizes):
+    """One batch element. Scale and shift leave results as small as those of the other norms."""
+
+    def make(self, rows: int, dim: int) -> None:
+        super().make(rows, dim)
+        self.x, self.residual = self.x[None], self.residual[None]
+        modulation = torch.rand(1, 3, dim, device=self.device, dtype=torch.bfloat16)
+        self.gate, self.scale, self.shift = modulation.mul_(0.2).sub_(0.9).unbind(1)
+
+    def formula(self, x: torch.Tensor) -> torch.Tensor:
+        n = F.layer_norm(x.float(), x.shape[-1:], None, None, EPS)
+        return (n * (1 + self.scale.float()) + self.shift.float()).to(x.dtype)
+
+
+class AdaLayerNorm(AdaptiveSizes, Benchmark):
+    def fused(self) -> None:
+        self.out = self.kernel.ada_layer_norm(self.x, self.scale, self.shift, eps=EPS)
+
+    def reference(self) -> torch.Tensor:
+        return self.formula(self.x)
+
+    benchmark_one_row = benchmark_small = benchmark_medium = benchmark_large = fused
+    verify_one_row = verify_small = verify_medium = verify_large = reference
+
+
+class GateResidualAdaNorm(AdaptiveSizes, Benchmark):
+    def fused(self) -> None:
+        self.out, self.new_residual = self.kernel.gate_residual_ada_norm(
+            self.x, self.residual, self.gate, self.scale, self.shift, eps=EPS
+        )
+
+    def reference(self) -> torch.Tensor:
+        new_residual = self.residual.float() + self.gate.float() * self.x.float()
+        return self.formula(new_residual.to(self.x.dtype))
+
+    benchmark_one_row = benchmark_small = benchmark_medium = benchmark_large = fused
+    verify_one_row = verify_small = verify_medium = verify_large = reference
+
+
 class PolyNormSizes(Sizes):
     def make(self, rows: int, dim: int) -> None:
         super().make(rows, dim)

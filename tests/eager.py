@@ -76,6 +76,44 @@ def grouped_poly_norm(
     return out
 
 
+def for_rows(values: Tensor | None, x: Tensor) -> Tensor | float:
+    if values is None:
+        return 0.0
+    if values.dim() == 2 and x.dim() > 2:
+        return values.reshape(values.shape[0], *[1] * (x.dim() - 2), values.shape[1])
+    return values
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """`FP32LayerNorm` of diffusers."""
+    weight, bias = (None if t is None else t.float() for t in (weight, bias))
+    return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+def ada_layer_norm(x, scale, shift, weight=None, bias=None, eps=1e-6) -> Tensor:
+    """`AdaLayerNormZero` of diffusers."""
+    out = layer_norm(x, weight, bias, eps) * (1 + for_rows(scale, x)) + for_rows(shift, x)
+    return out.to(x.dtype)
+
+
+def ada_rms_norm(x, scale, shift, weight=None, eps=1e-6) -> Tensor:
+    """`LTXVideoTransformerBlock` of diffusers."""
+    out = rms_norm(x, weight, eps) * (1 + for_rows(scale, x)) + for_rows(shift, x)
+    return out.to(x.dtype)
+
+
+def gate_residual_ada_norm(
+    x, residual, gate, scale, shift, weight=None, bias=None, eps=1e-6, *, norm="layer"
+) -> tuple[Tensor, Tensor]:
+    new_residual = residual + (x if gate is None else for_rows(gate, x) * x)
+    new_residual = new_residual.to(x.dtype)
+    if norm == "rms":
+        return ada_rms_norm(new_residual, scale, shift, weight, eps), new_residual
+    return ada_layer_norm(new_residual, scale, shift, weight, bias, eps), new_residual
+
+
 # Activations
 
 ACTIVATIONS = {

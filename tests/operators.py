@@ -236,6 +236,156 @@ GROUPED_POLY_NORM = Operator(
 )
 
 
+# Layer norm and the adaptive norms. The shared tests call them with one scale for all rows;
+# tests/norm/test_ada_norm.py has those for each batch element, and for each row.
+
+
+def layer_norm_inputs(shape, dtype, device, *, weight="same", bias="same", **_):
+    """`x`, `weight` and `bias`: their dtypes, "same" for that of `x`, or None for none."""
+    inputs = {"x": normal(shape, dtype, device, mean=0.5)}
+    for name, wanted, mean in (("weight", weight, 1.0), ("bias", bias, 0.0)):
+        wanted = dtype if wanted == "same" else wanted
+        inputs[name] = None
+        if wanted is not None:
+            inputs[name] = normal(shape[-1:], wanted, device, scale=0.3, mean=mean)
+    return inputs
+
+
+def ada_norm_inputs(shape, dtype, device, *, modulation="same", form=None, names=None, **style):
+    """As layer_norm_inputs, and what modulates: `form` gives its shape from that of `x`."""
+    vectors = layer_norm_inputs(shape, dtype, device, **style)
+    inputs = {"x": vectors.pop("x")}
+    modulated = dtype if modulation == "same" else modulation
+    of_shape = shape[-1:] if form is None else form(shape)
+    for name in names or ("scale", "shift"):
+        inputs[name] = None
+        if modulation is not None:
+            inputs[name] = normal(of_shape, modulated, device, scale=0.5)
+    return inputs | vectors
+
+
+def ada_rms_norm_inputs(shape, dtype, device, **style):
+    inputs = ada_norm_inputs(shape, dtype, device, **style)
+    del inputs["bias"]
+    return inputs
+
+
+def gate_residual_ada_norm_inputs(shape, dtype, device, **style):
+    names = ("gate", "scale", "shift")
+    inputs = ada_norm_inputs(shape, dtype, device, names=names, **style)
+    x = inputs.pop("x")
+    return {"x": x, "residual": normal(shape, dtype, device, scale=2.0)} | inputs
+
+
+def _ada_norm_samples(kernel, device):
+    """(op, arguments) of everything the family registers, for opcheck."""
+    ops = kernel.ada_norm.ops
+    for dtype, other, shape, of_batch, layer in (
+        (torch.float32, torch.float32, (3, 8), None, True),
+        (torch.bfloat16, torch.float32, (2, 3, 6), lambda shape: (shape[0], 1, shape[-1]), False),
+        (torch.float16, torch.float16, (2, 2, 16), lambda shape: shape, True),
+    ):
+        made = gate_residual_ada_norm_inputs(
+            shape, dtype, device, modulation=other, weight=other, form=of_batch
+        )
+        rows = made["x"][..., 0].numel()
+        of_layer, of_either = (
+            torch.rand((rows, 2) if has_mean else (rows,), device=device) + 0.5
+            for has_mean in (True, layer)
+        )
+        for requires_grad in (False, True):
+            x, residual, gate, scale, shift, weight, bias = (
+                t.detach().clone().requires_grad_(requires_grad) for t in made.values()
+            )
+            modulated = (scale, shift, weight, bias, 1e-6, layer)
+            if not requires_grad:
+                yield ops.layer_norm.default, (x, weight, bias, 1e-6)
+                yield ops.ada_norm.default, (x, *modulated)
+                yield ops.gate_residual_ada_norm.default, (x, residual, gate, *modulated)
+            yield ops.layer_norm_fwd.default, (x, weight, bias, 1e-6)
+            yield ops.ada_norm_fwd.default, (x, *modulated)
+            yield ops.gate_residual_ada_norm_fwd.default, (x, residual, gate, *modulated)
+        x, residual, gate, scale, shift, weight, bias = made.values()
+        modulated = (scale, shift, weight, bias, of_either, layer)
+        for some in (True, False):
+            needs = (some, True, not some)
+            yield ops.layer_norm_bwd.default, (x, residual, weight, bias, of_layer, *needs)
+            needs = (some, some, True, not some, some)
+            yield ops.ada_norm_bwd.default, (x, residual, *modulated, *needs)
+            rest = (residual, x, gate, *modulated) if some else (residual, None, None, *modulated)
+            needs = (some, True, some, some, not some, True, some)
+            extra = x if some else None
+            yield ops.gate_residual_ada_norm_bwd.default, (x, extra, *rest, *needs)
+
+
+LAYER_NORM = Operator(
+    name="layer_norm",
+    make_inputs=layer_norm_inputs,
+    reference=reference.layer_norm,
+    eager=eager.layer_norm,
+    row_inputs=("x",),
+    vector_inputs=("weight", "bias"),
+    outputs=("out",),
+    styles={"torch": Style()},
+    output_terms=reference.layer_norm_terms,
+    gradient_terms=reference.layer_norm_terms,
+    cpu_dtypes=(torch.bfloat16,),  # gate_residual_ada_norm has the others
+    saved=("x", "weight", "statistics"),
+    statistics=2,
+    samples=_ada_norm_samples,
+)
+
+ADA_LAYER_NORM = Operator(
+    name="ada_layer_norm",
+    make_inputs=ada_norm_inputs,
+    reference=reference.ada_layer_norm,
+    eager=eager.ada_layer_norm,
+    row_inputs=("x",),
+    vector_inputs=("scale", "shift", "weight", "bias"),
+    free_shapes=("scale", "shift"),
+    outputs=("out",),
+    styles={"torch": Style()},
+    output_terms=reference.ada_norm_terms,
+    gradient_terms=reference.ada_norm_terms,
+    saved=("x", "scale", "weight", "bias", "statistics"),
+    statistics=2,
+    op_name="ada_norm",
+)
+
+ADA_RMS_NORM = Operator(
+    name="ada_rms_norm",
+    make_inputs=ada_rms_norm_inputs,
+    reference=reference.ada_rms_norm,
+    eager=eager.ada_rms_norm,
+    row_inputs=("x",),
+    vector_inputs=("scale", "shift", "weight"),
+    free_shapes=("scale", "shift"),
+    outputs=("out",),
+    styles={"torch": Style()},
+    output_terms=reference.ada_rms_norm_terms,
+    gradient_terms=reference.ada_rms_norm_terms,
+    saved=("x", "scale", "weight", "statistics"),
+    op_name="ada_norm",
+)
+
+GATE_RESIDUAL_ADA_NORM = Operator(
+    name="gate_residual_ada_norm",
+    make_inputs=gate_residual_ada_norm_inputs,
+    reference=reference.gate_residual_ada_norm,
+    eager=eager.gate_residual_ada_norm,
+    row_inputs=("x", "residual"),
+    vector_inputs=("gate", "scale", "shift", "weight", "bias"),
+    free_shapes=("gate", "scale", "shift"),
+    outputs=("out", "new_residual"),
+    styles={"torch": Style()},
+    output_terms=reference.gate_residual_ada_norm_terms,
+    gradient_terms=reference.gate_residual_ada_norm_terms,
+    cpu_dtypes=(torch.float32, torch.bfloat16),
+    saved=("new_residual", "x", "gate", "scale", "weight", "bias", "statistics"),
+    statistics=2,
+)
+
+
 # Activations. What shares a kernel is represented here by one operator; tests/gate has the others.
 
 
@@ -492,6 +642,8 @@ APPLY_ROTARY = rotary_operator("apply_rotary")
 OPERATORS = (
     RMS_NORM,
     FUSED_ADD_RMS_NORM,
+    LAYER_NORM,
+    GATE_RESIDUAL_ADA_NORM,
     POLY_NORM,
     FUSED_MUL_POLY_NORM,
     SILU,

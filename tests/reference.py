@@ -230,6 +230,142 @@ def grouped_poly_norm_gradient_terms(
     return terms
 
 
+# Layer norm and the adaptive norms. What modulates is [dim], [batch, dim], [batch, 1, dim] or as x.
+
+
+def for_rows(values: Tensor | None, x: Tensor, missing: float) -> Tensor:
+    """`values`, so that they broadcast with x."""
+    if values is None:
+        return torch.full_like(x[..., :1], missing)
+    if values.dim() == 2 and x.dim() > 2:
+        return values.reshape(values.shape[0], *[1] * (x.dim() - 2), values.shape[1])
+    return values
+
+
+def _centre(s: Tensor, layer: bool) -> Tensor:
+    return s.mean(-1, keepdim=True) if layer else torch.zeros_like(s[..., :1])
+
+
+def _rstd(centred: Tensor, eps: float) -> Tensor:
+    return 1 / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def ada_norm(
+    x: Tensor,  # [batch, ..., dim]
+    scale: Tensor | None,
+    shift: Tensor | None,
+    weight: Tensor | None = None,  # [dim]
+    bias: Tensor | None = None,  # [dim]
+    eps: float = 1e-6,
+    *,
+    layer: bool,
+) -> Tensor:
+    centred = x - _centre(x, layer)
+    y = centred * _rstd(centred, eps)
+    y = y if weight is None else y * weight
+    y = y if bias is None else y + bias
+    return y * (1 + for_rows(scale, x, 0.0)) + for_rows(shift, x, 0.0)
+
+
+def layer_norm(x, weight=None, bias=None, eps=1e-5, *, dtype=None) -> Tensor:
+    return ada_norm(x, None, None, weight, bias, eps, layer=True)
+
+
+def ada_layer_norm(x, scale, shift, weight=None, bias=None, eps=1e-6, *, dtype=None) -> Tensor:
+    return ada_norm(x, scale, shift, weight, bias, eps, layer=True)
+
+
+def ada_rms_norm(x, scale, shift, weight=None, eps=1e-6, *, dtype=None) -> Tensor:
+    return ada_norm(x, scale, shift, weight, None, eps, layer=False)
+
+
+def gate_residual_ada_norm(
+    x, residual, gate, scale, shift, weight=None, bias=None, eps=1e-6, *, norm="layer", dtype
+) -> tuple[Tensor, Tensor]:
+    """Product and sum are float32 before the sum is rounded."""
+    product = for_rows(gate, x, 1.0) * x
+    halves = dtype in (torch.float16, torch.bfloat16)
+    new_residual = residual + (round_to(torch.float32, product) if halves else product)
+    new_residual = round_to(torch.float32, new_residual) if halves else new_residual
+    new_residual = round_to(dtype, new_residual)
+    out = ada_norm(new_residual, scale, shift, weight, bias, eps, layer=norm == "layer")
+    return out, new_residual
+
+
+def ada_norm_terms(
+    x: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    layer: bool | None = None,
+    norm: str = "layer",
+    grad_out: Tensor | None = None,
+    grad_new_residual: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """The sizes of the terms of the outputs, or of the gradients where there are incoming ones.
+
+    A mean is a sum, whose float32 noise is relative to its terms: their mean size counts as a term
+    of every element.
+    """
+    layer = norm == "layer" if layer is None else layer
+    gates, scales, shifts = (
+        for_rows(t, x, missing).abs() for t, missing in ((gate, 1.0), (scale, 0.0), (shift, 0.0))
+    )
+    s = x if residual is None else residual + for_rows(gate, x, 1.0) * x
+    rstd = _rstd(s - _centre(s, layer), eps)
+    xhat = (s.abs() + _centre(s.abs(), layer)) * rstd
+    weights = torch.ones_like(s[..., :1]) if weight is None else weight.abs()
+    y = xhat * weights + (0.0 if bias is None else bias.abs())
+    if grad_out is None and grad_new_residual is None:
+        terms = {"out": y * (1 + scales) + shifts}
+        if residual is not None:
+            terms["new_residual"] = residual.abs() + gates * x.abs()
+        return terms
+
+    grad_out = torch.zeros_like(s) if grad_out is None else grad_out.abs()
+    g = grad_out * weights * (1 + scales)
+    means = xhat * (g * xhat).mean(-1, keepdim=True) + layer * g.mean(-1, keepdim=True)
+    grad_s = rstd * (g + means)
+    if grad_new_residual is not None:
+        grad_s = grad_s + grad_new_residual.abs()
+
+    def summed(sizes: Tensor, like: Tensor | None) -> Tensor | None:
+        if like is None:
+            return None
+        return sizes.sum_to_size(for_rows(like, x, 0.0).shape).reshape(like.shape)
+
+    return {
+        "x": gates * grad_s,
+        "residual": grad_s,
+        "gate": summed(grad_s * x.abs(), gate),
+        "scale": summed(grad_out * y, scale),
+        "shift": summed(grad_out, shift),
+        "weight": summed(grad_out * (1 + scales) * xhat, weight),
+        "bias": summed(grad_out * (1 + scales), bias),
+    }
+
+
+def layer_norm_terms(x, weight=None, bias=None, eps=1e-5, **options):
+    return ada_norm_terms(x, None, None, weight, bias, eps, **options)
+
+
+def ada_rms_norm_terms(x, scale, shift, weight=None, eps=1e-6, **options):
+    return ada_norm_terms(x, scale, shift, weight, None, eps, layer=False, **options)
+
+
+def gate_residual_ada_norm_terms(
+    x, residual, gate, scale, shift, weight=None, bias=None, eps=1e-6, **options
+):
+    return ada_norm_terms(
+        x, scale, shift, weight, bias, eps, residual=residual, gate=gate, **options
+    )
+
+
 # Activations. Where a formula loses in float64 what its neighbour keeps, the neighbour stands here:
 # (1 + erf(v)) / 2 = erfc(-v) / 2, and (1 + tanh(v)) / 2 = sigmoid(2 v).
 

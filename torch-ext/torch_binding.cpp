@@ -3,6 +3,7 @@
 // torch.compile sees: a registered autograd would cost every call of the plain op.
 #include <torch/csrc/stable/library.h>
 
+#include "binding/ada_norm.h"
 #include "binding/gate.h"
 #include "binding/norm.h"
 #include "binding/poly_norm.h"
@@ -53,6 +54,39 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "Tensor bias, Tensor rstd, bool needs_grad_x, bool needs_grad_mul, bool needs_grad_weight, "
       "bool needs_grad_bias) "
       "-> (Tensor grad_x, Tensor grad_mul, Tensor grad_weight, Tensor grad_bias)");
+
+  ops.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor");
+  ops.def(
+      "layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor out, Tensor statistics)");
+  ops.def(
+      "layer_norm_bwd(Tensor grad_out, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, "
+      "bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) "
+      "-> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
+  ops.def(
+      "ada_norm(Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps, bool layer) "
+      "-> Tensor");
+  ops.def(
+      "ada_norm_fwd(Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps, "
+      "bool layer) -> (Tensor out, Tensor statistics)");
+  ops.def(
+      "ada_norm_bwd(Tensor grad_out, Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, "
+      "Tensor statistics, bool layer, bool needs_grad_x, bool needs_grad_scale, bool needs_grad_shift, "
+      "bool needs_grad_weight, bool needs_grad_bias) "
+      "-> (Tensor grad_x, Tensor grad_scale, Tensor grad_shift, Tensor grad_weight, Tensor grad_bias)");
+  ops.def(
+      "gate_residual_ada_norm(Tensor x, Tensor residual, Tensor? gate, Tensor? scale, Tensor? shift, "
+      "Tensor? weight, Tensor? bias, float eps, bool layer) -> (Tensor out, Tensor new_residual)");
+  ops.def(
+      "gate_residual_ada_norm_fwd(Tensor x, Tensor residual, Tensor? gate, Tensor? scale, Tensor? shift, "
+      "Tensor? weight, Tensor? bias, float eps, bool layer) "
+      "-> (Tensor out, Tensor new_residual, Tensor statistics)");
+  ops.def(
+      "gate_residual_ada_norm_bwd(Tensor grad_out, Tensor? grad_new_residual, Tensor new_residual, Tensor? x, "
+      "Tensor? gate, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, Tensor statistics, "
+      "bool layer, bool needs_grad_x, bool needs_grad_residual, bool needs_grad_gate, bool needs_grad_scale, "
+      "bool needs_grad_shift, bool needs_grad_weight, bool needs_grad_bias) "
+      "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_gate, Tensor grad_scale, Tensor grad_shift, "
+      "Tensor grad_weight, Tensor grad_bias)");
 
   ops.def("activation(Tensor x, int activation) -> Tensor");
   ops.def("activation_fwd(Tensor x, int activation) -> Tensor");
@@ -130,6 +164,15 @@ void implement(torch::stable::detail::StableLibrary& ops) {
   ops.impl("grouped_poly_norm", TORCH_BOX(&grouped_poly_norm));
   ops.impl("grouped_poly_norm_fwd", TORCH_BOX(&grouped_poly_norm_fwd));
   ops.impl("grouped_poly_norm_bwd", TORCH_BOX(&grouped_poly_norm_bwd));
+  ops.impl("layer_norm", TORCH_BOX(&layer_norm));
+  ops.impl("layer_norm_fwd", TORCH_BOX(&layer_norm_fwd));
+  ops.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd));
+  ops.impl("ada_norm", TORCH_BOX(&ada_norm));
+  ops.impl("ada_norm_fwd", TORCH_BOX(&ada_norm_fwd));
+  ops.impl("ada_norm_bwd", TORCH_BOX(&ada_norm_bwd));
+  ops.impl("gate_residual_ada_norm", TORCH_BOX(&gate_residual_ada_norm));
+  ops.impl("gate_residual_ada_norm_fwd", TORCH_BOX(&gate_residual_ada_norm_fwd));
+  ops.impl("gate_residual_ada_norm_bwd", TORCH_BOX(&gate_residual_ada_norm_bwd));
   ops.impl("activation", TORCH_BOX(&activation));
   ops.impl("activation_fwd", TORCH_BOX(&activation));
   ops.impl("activation_bwd", TORCH_BOX(&activation_bwd));

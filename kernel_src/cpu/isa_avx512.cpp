@@ -6,6 +6,7 @@
 #define FUSELAGE_VECTOR_BYTES 64
 
 #include "cpu/activation.cpp"
+#include "cpu/ada_norm.cpp"
 #include "cpu/poly_norm.cpp"
 #include "cpu/rms_norm.cpp"
 #include "cpu/rotary.cpp"

@@ -1,6 +1,7 @@
 """fuselage: fused operators for transformers and diffusion models, forward and backward."""
 
 from . import layers, modules
+from .ada_norm import ada_layer_norm, ada_rms_norm, gate_residual_ada_norm, layer_norm
 from .gate import (
     add_mul_act,
     add_mul_act_,
@@ -34,6 +35,8 @@ from .rope import (
 )
 
 __all__ = [
+    "ada_layer_norm",
+    "ada_rms_norm",
     "add_mul_act",
     "add_mul_act_",
     "apply_rotary",
@@ -43,6 +46,7 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
     "fused_mul_poly_norm",
+    "gate_residual_ada_norm",
     "geglu",
     "gelu",
     "gelu_and_mul",
@@ -50,6 +54,7 @@ __all__ = [
     "gelu_tanh",
     "gelu_tanh_and_mul",
     "grouped_poly_norm",
+    "layer_norm",
     "layers",
     "ltx_video_rotary_tables",
     "modules",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from .ada_norm import layer_norm
 from .gate import geglu, gelu, gelu_quick, gelu_tanh, silu, swiglu
 from .norm import rms_norm
 from .poly_norm import poly_norm
@@ -44,6 +45,25 @@ class RMSNormZeroCentered(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps, weight_offset=1.0)
+
+
+class LayerNorm(torch.nn.Module):
+    """`torch.nn.LayerNorm` over the last dimension: float32 throughout, rounded once."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    eps: float
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if len(self.normalized_shape) != 1:
+            raise RuntimeError(
+                "fuselage: LayerNorm normalises the last dimension alone, got normalized_shape "
+                f"{tuple(self.normalized_shape)}"
+            )
+        return layer_norm(input, self.weight, self.bias, self.eps)
 
 
 class PolyNorm(torch.nn.Module):

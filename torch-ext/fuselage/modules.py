@@ -6,6 +6,7 @@ from typing import Optional
 
 import torch
 
+from .ada_norm import ada_layer_norm, ada_rms_norm, layer_norm
 from .gate import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from .norm import fused_add_rms_norm, rms_norm
 from .poly_norm import fused_mul_poly_norm, grouped_poly_norm, poly_norm
@@ -88,6 +89,88 @@ class FusedAddRMSNorm(RMSNorm):
             cast_before_weight=self.cast_before_weight,
             out_dtype=self.out_dtype,
         )
+
+
+class LayerNorm(torch.nn.Module):
+    """`layer_norm` with parameters of its own, like `torch.nn.LayerNorm` over the last dimension.
+
+    Args:
+        dim: Size of the last dimension.
+        eps: Added to the variance.
+        elementwise_affine: Whether there is a weight, which starts at one.
+        bias: Whether there is a bias beside the weight, which starts at zero.
+        device, dtype: Of the parameters.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        *,
+        device=None,
+        dtype: Optional[torch.dtype] = None,
+    ):
+        super().__init__()
+        self.dim = dim
+        self.eps = eps
+        for name, wanted in (("weight", True), ("bias", bias)):
+            parameter = None
+            if elementwise_affine and wanted:
+                parameter = torch.nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+            self.register_parameter(name, parameter)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to one, and the bias to zero."""
+        if self.weight is not None:
+            torch.nn.init.ones_(self.weight)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        affine, bias = self.weight is not None, self.bias is not None
+        return f"{self.dim}, eps={self.eps}, elementwise_affine={affine}, bias={bias}"
+
+
+class AdaLayerNorm(LayerNorm):
+    """`ada_layer_norm`: `(x, scale, shift) -> out`, without the projection to scale and shift.
+
+    Args:
+        dim, eps, bias, device, dtype: As in `LayerNorm`.
+        elementwise_affine: Whether there is a weight. Diffusion transformers have none.
+    """
+
+    def __init__(
+        self, dim: int, eps: float = 1e-6, elementwise_affine: bool = False, bias: bool = True, **to
+    ):
+        super().__init__(dim, eps, elementwise_affine, bias, **to)
+
+    def forward(
+        self, x: torch.Tensor, scale: Optional[torch.Tensor], shift: Optional[torch.Tensor]
+    ) -> torch.Tensor:
+        return ada_layer_norm(x, scale, shift, self.weight, self.bias, self.eps)
+
+
+class AdaRMSNorm(LayerNorm):
+    """`ada_rms_norm`: `(x, scale, shift) -> out`.
+
+    Args:
+        dim, eps, device, dtype: As in `LayerNorm`.
+        elementwise_affine: Whether there is a weight. Diffusion transformers have none.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6, elementwise_affine: bool = False, **to):
+        super().__init__(dim, eps, elementwise_affine, False, **to)
+
+    def forward(
+        self, x: torch.Tensor, scale: Optional[torch.Tensor], shift: Optional[torch.Tensor]
+    ) -> torch.Tensor:
+        return ada_rms_norm(x, scale, shift, self.weight, self.eps)
 
 
 class PolyNorm(torch.nn.Module):

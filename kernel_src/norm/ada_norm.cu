@@ -1,0 +1,1256 @@
+// layer_norm, ada_layer_norm, ada_rms_norm and gate_residual_ada_norm on the GPU (formulas: norm/ada_norm.h).
+//
+// Forward: the threads of a row hold it in registers, so that it is read once. Loads are 16 bytes wide and all
+// issued before the first use. Two reductions, first of the mean and then of the deviations from it: a large mean
+// costs no accuracy. Short rows share a block; long rows are cut over the blocks of a cluster. What scales and
+// shifts a row is read last, mostly from the L1 cache.
+//
+// Backward: a persistent grid. Every block works on rows of one group, within which scale, shift and gate do not
+// change, and keeps the sums of its columns in registers, while the next rows are copied into shared memory. It
+// leaves a row of float32 partial sums of each kind; a second kernel adds them up, group by group and in order,
+// and makes the gradients of scale, shift, gate, weight and bias of them.
+//
+// Rows too long for either (no clusters, or beyond what eight blocks hold) are streamed: read several times,
+// mostly from cache.
+//
+// Which thread has which columns, and so the order of every sum, does not depend on alignment, but for a backward
+// whose unaligned rows are cut over more blocks: with kAligned every row of every tensor starts and ends on a
+// 16-byte boundary; without, vectors are put together from two aligned blocks (common/vector.h).
+#include "norm/ada_norm.h"
+
+#include <type_traits>
+
+#include "common/dispatch.h"
+#include "common/divide.h"
+#include "common/reduce.h"
+#include "common/vector.h"
+#include "norm/ada_norm_policy.h"
+
+namespace fuselage {
+namespace {
+
+// ---- device helpers ----
+
+// `dim` values of T or of float32, or none.
+template <typename T>
+struct Values {
+  const void* data;
+  bool is_float32;  // where T is not
+
+  __device__ __forceinline__ Values(const void* data_, DType dtype)
+      : data(data_),
+        is_float32(data_ != nullptr && sizeof(T) != sizeof(float) && dtype == DType::float32) {}
+  // Those of one row.
+  __device__ __forceinline__ Values(const Modulation& m, int64_t row) : Values(m.data, m.dtype) {
+    if (data == nullptr) return;
+    const int64_t index = quotient(row, m.rows);
+    const int64_t size = is_float32 ? sizeof(float) : sizeof(T);
+    data = static_cast<const char*>(data) + index * m.stride * size;
+  }
+
+  // N of them from `column` on; those behind the last are zero.
+  template <bool kAligned, int N>
+  __device__ __forceinline__ void load_floats(int column, int dim, float (&values)[N]) const {
+    if constexpr (!kAligned) {
+      // Rows that are read again and again, from L1: by the element, which takes the fewest registers.
+#pragma unroll
+      for (int k = 0; k < N; ++k) values[k] = column + k < dim ? at(column + k) : 0.0f;
+    } else if (is_float32) {
+      load<true, N>(static_cast<const float*>(data), column, dim).to_floats(values);
+    } else {
+      load<true, N>(static_cast<const T*>(data), column, dim).to_floats(values);
+    }
+  }
+  // As load_floats of aligned rows, where all columns are inside.
+  template <int N>
+  __device__ __forceinline__ void load_inside(int column, float (&values)[N]) const {
+    if (is_float32) {
+      Vector<float, N>::load(static_cast<const float*>(data) + column).to_floats(values);
+    } else {
+      Vector<T, N>::load(static_cast<const T*>(data) + column).to_floats(values);
+    }
+  }
+  __device__ __forceinline__ float at(int64_t i) const {
+    return is_float32 ? static_cast<const float*>(data)[i]
+                      : to_float(static_cast<const T*>(data)[i]);
+  }
+};
+
+// s = residual + gate * x, rounded. NOTE: product and sum are rounded to float32 on the way, as on the CPU.
+template <typename T, int N>
+__device__ __forceinline__ Vector<T, N> add_gated(const Vector<T, N>& x,
+                                                  const Vector<T, N>& residual,
+                                                  const float (&gate)[N]) {
+  float a[N], b[N];
+  x.to_floats(a);
+  residual.to_floats(b);
+#pragma unroll
+  for (int k = 0; k < N; ++k) a[k] = __fadd_rn(b[k], __fmul_rn(gate[k], a[k]));
+  return Vector<T, N>::from_floats(a);
+}
+
+// The sum of (s - mean)^2 over one vector, and that of s - mean where it is asked for.
+template <bool kAligned, typename T, int N>
+__device__ __forceinline__ float add_deviations(const Vector<T, N>& s, float mean, int column,
+                                                int dim, float* deviations) {
+  float values[N], squares = 0.0f, sum = 0.0f;
+  s.to_floats(values);
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    const float deviation = kAligned || column + k < dim ? values[k] - mean : 0.0f;
+    squares = fmaf(deviation, deviation, squares);
+    if (deviations != nullptr) sum += deviation;
+  }
+  const bool inside = !kAligned || column < dim;
+  if (deviations != nullptr) *deviations = inside ? sum : 0.0f;
+  return inside ? squares : 0.0f;
+}
+
+// Keeps the compiler from keeping the floats of a vector, which take twice the registers, for its next use.
+template <typename T, int N>
+__device__ __forceinline__ void forget_floats(Vector<T, N>& v) {
+#if !defined(USE_ROCM)
+#pragma unroll
+  for (int i = 0; i < Vector<T, N>::kWords; ++i) asm volatile("" : "+r"(v.words[i]));
+#endif
+}
+
+template <typename T, int N>
+__device__ __forceinline__ float sum_of(const Vector<T, N>& s) {
+  float values[N], sum = 0.0f;
+  s.to_floats(values);
+#pragma unroll
+  for (int k = 0; k < N; ++k) sum += values[k];
+  return sum;
+}
+
+// In float32 inputs a mean that is large against the deviations costs accuracy: it is not quite `mean`, but off by
+// the mean of the deviations from it. The rounding of half types is larger than that.
+template <typename T>
+constexpr bool kNeedsRest = sizeof(T) == sizeof(float);
+
+struct RowStatistics {
+  float mean, rest, rstd;
+
+  __device__ __forceinline__ RowStatistics(float mean_, float rest_, float squares, float dim,
+                                           float eps)
+      : mean(mean_), rest(rest_) {
+    float variance = squares / dim - rest * rest;
+    variance = variance < 0.0f ? 0.0f : variance;  // and a NaN stays one
+    rstd = reciprocal_sqrt(variance + eps);
+  }
+  __device__ __forceinline__ void save(float* statistics, int64_t row, bool layer) const {
+    if (layer) {
+      reinterpret_cast<float2*>(statistics)[row] = make_float2(mean + rest, rstd);
+    } else {
+      statistics[row] = rstd;
+    }
+  }
+};
+
+// (value - mean) * rstd, of which half types do not see how it is rounded.
+template <typename T>
+struct Normalise {
+  float mean, rstd, offset;
+
+  __device__ __forceinline__ Normalise(float mean_, float rest, float rstd_)
+      : mean(mean_), rstd(rstd_), offset(-(kNeedsRest<T> ? rest : mean_) * rstd_) {}
+  __device__ __forceinline__ float operator()(float value) const {
+    return fmaf(kNeedsRest<T> ? value - mean : value, rstd, offset);
+  }
+};
+
+// xhat of N columns.
+template <typename T, int N>
+__device__ __forceinline__ void normalise(const Vector<T, N>& s, const RowStatistics& statistics,
+                                          float (&values)[N]) {
+  s.to_floats(values);
+  const Normalise<T> normalised(statistics.mean, statistics.rest, statistics.rstd);
+#pragma unroll
+  for (int k = 0; k < N; ++k) values[k] = normalised(values[k]);
+}
+
+// What a row is scaled and shifted with, both of type U: without a branch, so that loads need not wait for each
+// other. Where there is none of one, the other is read in its place, or `row`, which is of type U if there is neither.
+template <typename U>
+struct PackedModulation {
+  const U *scale, *shift;
+  bool has_scale, has_shift;
+
+  template <typename T>
+  __device__ __forceinline__ PackedModulation(const Values<T>& scale_, const Values<T>& shift_,
+                                              const void* row)
+      : has_scale(scale_.data != nullptr), has_shift(shift_.data != nullptr) {
+    scale = static_cast<const U*>(has_scale ? scale_.data : has_shift ? shift_.data : row);
+    shift = static_cast<const U*>(has_shift ? shift_.data : scale);
+  }
+  template <int N>
+  __device__ __forceinline__ void start(int column, Vector<U, N> (&vectors)[2]) const {
+    vectors[0] = Vector<U, N>::load(scale + column);
+    vectors[1] = Vector<U, N>::load(shift + column);
+  }
+  template <typename T, int N>
+  __device__ __forceinline__ Vector<T, N> finish(const Vector<T, N>& s,
+                                                 const RowStatistics& statistics,
+                                                 Vector<U, N> (&vectors)[2],
+                                                 float scale_offset) const {
+    float values[N], factors[N], other[N];
+    if (!has_scale) vectors[0] = Vector<U, N>::zero();
+    if (!has_shift) vectors[1] = Vector<U, N>::zero();
+    normalise(s, statistics, values);
+    vectors[0].to_floats(factors);
+    vectors[1].to_floats(other);
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] = fmaf(values[k], scale_offset + factors[k], other[k]);
+    return Vector<T, N>::from_floats(values);
+  }
+};
+
+// out = (xhat * weight + bias) * (scale_offset + scale) + shift, of N columns; aligned, inside the row.
+template <bool kAligned, typename T, int N>
+__device__ __forceinline__ Vector<T, N> modulated(const Vector<T, N>& s,
+                                                  const RowStatistics& statistics,
+                                                  const AdaNormForward& p, const Values<T>& scale,
+                                                  const Values<T>& shift, float scale_offset,
+                                                  int column, int dim) {
+  float values[N], factors[N], other[N];
+  const auto load_or_zero = [&](const Values<T>& from, float(&floats)[N]) {
+    if (from.data == nullptr) {
+      Vector<T, N>::zero().to_floats(floats);
+    } else if constexpr (kAligned) {
+      from.load_inside(column, floats);
+    } else {
+      from.template load_floats<false>(column, dim, floats);
+    }
+  };
+  normalise(s, statistics, values);
+  if (p.weight.data != nullptr) {
+    load_or_zero(Values<T>(p.weight.data, p.weight.dtype), other);
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] *= other[k];
+  }
+  if (p.bias.data != nullptr) {
+    load_or_zero(Values<T>(p.bias.data, p.bias.dtype), other);
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] += other[k];
+  }
+  load_or_zero(scale, factors);
+  load_or_zero(shift, other);
+#pragma unroll
+  for (int k = 0; k < N; ++k) values[k] = fmaf(values[k], scale_offset + factors[k], other[k]);
+  return Vector<T, N>::from_floats(values);
+}
+
+// ---- forward ----
+
+// Grid: x over blocks of rows_per_block * kRows rows (times the cluster). Block: (threads_per_row,
+// rows_per_block). `blocks_in_cluster` counts with kClusters alone.
+//
+// The launch bounds leave the aligned kernels 64 registers, and 80 those with several rows.
+template <typename T, int kVectors, int kRows, bool kResidual, bool kAligned, bool kClusters>
+__global__ void __launch_bounds__(!kAligned   ? kAdaNormThreads
+                                  : kRows > 1 ? 768
+                                              : kAdaNormResidentThreads)
+    ada_norm_forward_kernel(const AdaNormForward p, const float scale_offset,
+                            const int blocks_in_cluster) {
+  constexpr int N = 16 / sizeof(T);
+  constexpr int kStep = kWarpSize * N;  // columns between a thread's vectors
+  const int cluster = kClusters ? blocks_in_cluster : 1;
+  constexpr int kSums = kNeedsRest<T> ? 2 : 1;  // of a row's deviations
+  __shared__ RowSumScratch<kRows> mean_scratch[1];
+  __shared__ RowSumScratch<kSums * kRows> scratch[1];
+  const int dim = static_cast<int>(p.dim);
+  const int slice = blockDim.x * kVectors * N;  // columns of a row that a block has
+  const int slice_start = cluster > 1 ? cluster_rank() * slice : 0;
+  const int row_block = cluster > 1 ? blockIdx.x / cluster : blockIdx.x;
+  const int lane = threadIdx.x % kWarpSize;
+  const int first_column =
+      slice_start + static_cast<int>(threadIdx.x) / kWarpSize * kVectors * kStep + lane * N;
+  const int64_t first_row = (int64_t{row_block} * blockDim.y + threadIdx.y) * kRows;
+  const auto column_of = [&](int j) { return first_column + j * kStep; };
+  // Rows behind the last are empty.
+  const auto dim_of = [&](int i) { return first_row + i < p.rows ? dim : 0; };
+  const auto row_of = [&](int i) { return first_row + i < p.rows ? first_row + i : p.rows - 1; };
+  // What is behind the end is read as the last vector or row: cheaper than not to.
+  const auto load_at = [&](int j) { return kAligned ? min(column_of(j), dim - N) : column_of(j); };
+  const auto row_at = [&](const void* tensor, int64_t stride, int i) {
+    return static_cast<const T*>(tensor) + row_of(i) * stride;
+  };
+  const auto start = [&](auto& loading, const T* row, int i, int j) {
+    if constexpr (kAligned) {
+      loading.first = Vector<T, N>::load(row + load_at(j));
+    } else {
+      loading.start(row, column_of(j), dim_of(i));
+    }
+  };
+
+  if (cluster > 1) {
+    if (threadIdx.x == 0) {
+      mailbox_init(&mean_scratch[0].mailbox);
+      mailbox_init(&scratch[0].mailbox);
+    }
+    cluster_meet_start();
+  }
+
+  // Start to load everything this thread works on.
+  constexpr int kResidualRows = kResidual ? kRows : 1;
+  Loading<T, N, kAligned> loading[kRows][kVectors], residual_loading[kResidualRows][kVectors];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const T* x = row_at(p.x, p.x_stride, i);
+    const T* residual = row_at(p.residual, p.residual_stride, i);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      start(loading[i][j], x, i, j);
+      if constexpr (kResidual) start(residual_loading[i][j], residual, i, j);
+    }
+  }
+
+  // A gate of x's type with them.
+  Vector<T, N> gates_packed[kResidualRows][kVectors];
+  const auto gate_is_packed = [&](const Values<T>& gate) {
+    return kResidual && kAligned && gate.data != nullptr && !gate.is_float32;
+  };
+  if constexpr (kResidual && kAligned) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const Values<T> gate(p.gate, row_of(i));
+      if (!gate_is_packed(gate)) continue;
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j)
+        gates_packed[i][j] = Vector<T, N>::load(static_cast<const T*>(gate.data) + load_at(j));
+    }
+  }
+
+  // What is normalised.
+  Vector<T, N> s[kRows][kVectors];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const Values<T> gate(p.gate, row_of(i));
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      s[i][j] = loading[i][j].finish(row_at(p.x, p.x_stride, i), column_of(j), dim_of(i));
+      if constexpr (kResidual) {
+        float gates[N];
+#pragma unroll
+        for (int k = 0; k < N; ++k) gates[k] = 1.0f;
+        if (gate_is_packed(gate)) {
+          gates_packed[i][j].to_floats(gates);
+        } else if (gate.data != nullptr) {
+          gate.template load_floats<kAligned>(column_of(j), dim, gates);
+        }
+        s[i][j] = add_gated(s[i][j],
+                            residual_loading[i][j].finish(row_at(p.residual, p.residual_stride, i),
+                                                          column_of(j), dim_of(i)),
+                            gates);
+        T* new_residual = static_cast<T*>(p.new_residual) + (first_row + i) * p.dim;
+        store<kAligned>(s[i][j], new_residual, column_of(j), dim, column_of(j) < dim_of(i));
+      }
+    }
+  }
+
+  // Row statistics.
+  row_sum_end(cluster);
+  float means[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) means[i] = 0.0f;
+  if (p.layer) {
+    float vectors[kRows][kVectors];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        const float sum = sum_of(s[i][j]);
+        vectors[i][j] = !kAligned || column_of(j) < dim ? sum : 0.0f;
+        forget_floats(s[i][j]);
+      }
+    }
+    row_sum_of_vectors<false>(vectors, means, cluster, mean_scratch, 0);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) means[i] /= static_cast<float>(dim);
+  }
+  float vectors[kSums * kRows][kVectors], sums[kSums * kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      float* deviations = kNeedsRest<T> ? &vectors[kSums * i + kSums - 1][j] : nullptr;
+      vectors[kSums * i][j] =
+          add_deviations<kAligned>(s[i][j], means[i], column_of(j), dim, deviations);
+      forget_floats(s[i][j]);
+    }
+  }
+  row_sum_of_vectors<false>(vectors, sums, cluster, scratch, 0);
+
+  // Write the results.
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int64_t row = first_row + i;
+    float rest = 0.0f;
+    if (kNeedsRest<T> && p.layer) rest = sums[kSums * i + kSums - 1] / static_cast<float>(dim);
+    const RowStatistics statistics(means[i], rest, sums[kSums * i], static_cast<float>(dim), p.eps);
+    if (p.statistics != nullptr && first_column == 0 && row < p.rows)
+      statistics.save(p.statistics, row, p.layer);
+    // What all rows or those of a batch element share comes from the L1 cache. To have it on its way since the
+    // start takes registers, and with them rows from the multiprocessor.
+    const Values<T> scale(p.scale, row_of(i)), shift(p.shift, row_of(i));
+    T* out = static_cast<T*>(p.out) + row * p.dim;
+    const auto write = [&](const Vector<T, N>& result, int j) {
+      store<kAligned>(result, out, column_of(j), dim, column_of(j) < dim_of(i));
+    };
+    // Scale and shift of one type, and nothing else.
+    const auto write_packed = [&](auto zero) {
+      using U = decltype(zero);
+      const PackedModulation<U> modulation(scale, shift, row_at(p.x, p.x_stride, i));
+      // Of one vector ahead, where their registers are few.
+      constexpr int kAhead = sizeof(U) == sizeof(T) ? 1 : 0;
+      Vector<U, N> vectors[kAhead + 1][2];
+      if (kAhead > 0) modulation.start(load_at(0), vectors[0]);
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        if (j + kAhead < kVectors)
+          modulation.start(load_at(j + kAhead), vectors[(j + kAhead) % (kAhead + 1)]);
+        write(modulation.finish(s[i][j], statistics, vectors[j % (kAhead + 1)], scale_offset), j);
+      }
+    };
+    const bool one_type =
+        scale.data == nullptr || shift.data == nullptr || scale.is_float32 == shift.is_float32;
+    if (kAligned && p.weight.data == nullptr && p.bias.data == nullptr && one_type) {
+      if (sizeof(T) != sizeof(float) && (scale.is_float32 || shift.is_float32)) {
+        write_packed(float{});
+      } else {
+        write_packed(T{});
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        write(modulated<kAligned>(s[i][j], statistics, p, scale, shift, scale_offset, load_at(j),
+                                  dim),
+              j);
+      }
+    }
+  }
+}
+
+// Rows of any length and alignment, one a block, read three times: after the first mostly from L2.
+template <typename T, bool kResidual>
+__global__ void __launch_bounds__(kAdaNormThreads)
+    ada_norm_forward_streamed_kernel(const AdaNormForward p, const float scale_offset) {
+  constexpr bool kAligned = false;
+  constexpr int N = 16 / sizeof(T);
+  __shared__ RowSumScratch<1> mean_scratch[1];
+  __shared__ RowSumScratch<2> scratch[1];
+  const int64_t row = blockIdx.x;
+  const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+  const T* residual = static_cast<const T*>(p.residual) + row * p.residual_stride;
+  T* new_residual = static_cast<T*>(p.new_residual) + row * p.dim;
+  const T* s = kResidual ? new_residual : x;
+  T* out = static_cast<T*>(p.out) + row * p.dim;
+  const int dim = static_cast<int>(p.dim);
+  const int step = blockDim.x * N;
+  const Values<T> gate(p.gate, row), scale(p.scale, row), shift(p.shift, row);
+
+  float mean[1] = {0.0f};
+  if (kResidual || p.layer) {
+#pragma unroll 2
+    for (int start = 0; start < dim; start += step) {
+      const int column = start + threadIdx.x * N;
+      Vector<T, N> values = load<kAligned, N>(x, column, dim);
+      if constexpr (kResidual) {
+        float gates[N];
+#pragma unroll
+        for (int k = 0; k < N; ++k) gates[k] = 1.0f;
+        if (gate.data != nullptr) gate.template load_floats<kAligned>(column, dim, gates);
+        values = add_gated(values, load<kAligned, N>(residual, column, dim), gates);
+        store<kAligned>(values, new_residual, column, dim, column < dim);
+      }
+      mean[0] += sum_of(values);
+    }
+    // NOTE: unaligned, a thread's columns may have been written by its neighbours: row_sum has a barrier.
+    row_sum<false>(mean, 1, mean_scratch, 0);
+    mean[0] = p.layer ? mean[0] / static_cast<float>(dim) : 0.0f;
+  }
+  float sums[2] = {};
+#pragma unroll 2
+  for (int column = threadIdx.x * N; column < dim; column += step) {
+    float deviations;
+    sums[0] += add_deviations<kAligned>(load<kAligned, N>(s, column, dim), mean[0], column, dim,
+                                        &deviations);
+    sums[1] += deviations;
+  }
+  row_sum<false>(sums, 1, scratch, 0);
+  float rest = 0.0f;
+  if (kNeedsRest<T> && p.layer) rest = sums[1] / static_cast<float>(dim);
+  const RowStatistics statistics(mean[0], rest, sums[0], static_cast<float>(dim), p.eps);
+  if (p.statistics != nullptr && threadIdx.x == 0) statistics.save(p.statistics, row, p.layer);
+
+#pragma unroll 2
+  for (int start = 0; start < dim; start += step) {
+    const int column = start + threadIdx.x * N;
+    const auto result = modulated<kAligned>(load<kAligned, N>(s, column, dim), statistics, p, scale,
+                                            shift, scale_offset, column, dim);
+    store<kAligned>(result, out, column, dim, column < dim);
+  }
+}
+
+// ---- backward ----
+
+// Mean and rstd of a row.
+__device__ __forceinline__ float2 load_statistics(const AdaNormBackward& p, int64_t row) {
+  if (p.layer) return reinterpret_cast<const float2*>(p.statistics)[row];
+  return make_float2(0.0f, p.statistics[row]);
+}
+
+// 1 + scale, and weight: of N columns.
+template <bool kAligned, typename T, int N>
+__device__ __forceinline__ void scale_factors(const Values<T>& scale, int column, int dim,
+                                              float (&factors)[N]) {
+#pragma unroll
+  for (int k = 0; k < N; ++k) factors[k] = 0.0f;
+  if (scale.data != nullptr) scale.template load_floats<kAligned>(column, dim, factors);
+#pragma unroll
+  for (int k = 0; k < N; ++k) factors[k] += 1.0f;
+}
+
+template <bool kAligned, typename T, int N>
+__device__ __forceinline__ void multiply_weight(const NormVector& weight, int column, int dim,
+                                                float (&values)[N]) {
+  if (weight.data == nullptr) return;
+  float factors[N];
+  Values<T>(weight.data, weight.dtype).template load_floats<kAligned>(column, dim, factors);
+#pragma unroll
+  for (int k = 0; k < N; ++k) values[k] *= factors[k];
+}
+
+// Writes N columns of a row of [rows, dim] values of T or float32. All lanes of the warp call together.
+template <bool kAligned, typename T, int N>
+__device__ __forceinline__ void store_values(void* data, DType dtype, const float (&values)[N],
+                                             int64_t row, int64_t dim, int column, bool inside) {
+  const int columns = static_cast<int>(dim);
+  if (sizeof(T) != sizeof(float) && dtype == DType::float32) {
+    store<kAligned>(Vector<float, N>::from_floats(values), static_cast<float*>(data) + row * dim,
+                    column, columns, inside);
+  } else {
+    store<kAligned>(Vector<T, N>::from_floats(values), static_cast<T*>(data) + row * dim, column,
+                    columns, inside);
+  }
+}
+
+// What N columns of a row add to the gradients, and their rows of them.
+template <bool kAligned, typename T, int N>
+__device__ __forceinline__ void write_row_gradients(const AdaNormBackward& p,
+                                                    const float (&grad_out)[N],
+                                                    const float (&xhat)[N],
+                                                    const float (&scale_factor)[N], int64_t row,
+                                                    int column, bool inside, float (&a)[N]) {
+  // Every row has its own scale and shift.
+  const int dim = static_cast<int>(p.dim);
+#pragma unroll
+  for (int k = 0; k < N; ++k) a[k] = grad_out[k] * scale_factor[k];
+  if (p.grad_scale != nullptr) {
+    float y[N];
+#pragma unroll
+    for (int k = 0; k < N; ++k) y[k] = xhat[k];
+    multiply_weight<kAligned, T>(p.weight, column, dim, y);
+    if (p.bias.data != nullptr) {
+      float bias[N];
+      Values<T>(p.bias.data, p.bias.dtype).template load_floats<kAligned>(column, dim, bias);
+#pragma unroll
+      for (int k = 0; k < N; ++k) y[k] += bias[k];
+    }
+#pragma unroll
+    for (int k = 0; k < N; ++k) y[k] *= grad_out[k];
+    store_values<kAligned, T>(p.grad_scale, p.scale.dtype, y, row, p.dim, column, inside);
+  }
+  if (p.grad_shift != nullptr)
+    store_values<kAligned, T>(p.grad_shift, p.shift_dtype, grad_out, row, p.dim, column, inside);
+}
+
+// grad_s goes to a row of grad_residual and, times the gate, to one of grad_x; either may be null.
+template <bool kAligned, typename T, int N>
+__device__ __forceinline__ void write_grad_s(float (&grad)[N], const Values<T>& gate,
+                                             T* grad_residual, T* grad_x, int column, int dim,
+                                             bool inside) {
+  if (grad_residual != nullptr)
+    store<kAligned>(Vector<T, N>::from_floats(grad), grad_residual, column, dim, inside);
+  if (grad_x == nullptr) return;
+  if (gate.data != nullptr) {
+    float factors[N];
+    gate.template load_floats<kAligned>(column, dim, factors);
+#pragma unroll
+    for (int k = 0; k < N; ++k) grad[k] *= factors[k];
+  }
+  store<kAligned>(Vector<T, N>::from_floats(grad), grad_x, column, dim, inside);
+}
+
+// A row of a [rows, dim] tensor, or null.
+template <typename T>
+__device__ __forceinline__ T* row_or_null(void* tensor, int64_t row, int64_t dim) {
+  return tensor == nullptr ? nullptr : static_cast<T*>(tensor) + row * dim;
+}
+
+// A tensor of the gradient's inputs on its way through shared memory: the next of a thread's rows. A thread copies
+// the vectors that it will use itself, so no barrier is needed. The address moves on with the rows: to work it out
+// for each takes as many instructions as the row's gradient.
+template <typename T>
+struct RowsToCopy {
+  const T* next;
+  int64_t step;
+
+  __device__ __forceinline__ RowsToCopy(const void* tensor, int64_t row, int64_t row_step,
+                                        int64_t stride, int column)
+      : next(static_cast<const T*>(tensor) + row * stride + column), step(row_step * stride) {}
+};
+
+// Grid: groups of blocks (times the cluster). Block: (threads_per_row, rows_per_block). kResidual: there may be
+// grad_new_residual, grad_residual and a gate; kByRow: a scale or a gate for every row.
+//
+// [stage][tensor][vector][thread] are the rows under way, and behind them what is multiplied with grad_out.
+template <typename T, bool kResidual, bool kByRow, bool kAligned>
+__global__ void __launch_bounds__(ada_norm_backward_threads(kAligned), 1)
+    ada_norm_backward_kernel(const AdaNormBackward p, const int cluster, const int stages) {
+  constexpr int N = 16 / sizeof(T);
+  constexpr int kVectors = kAdaNormColumns / N;
+  using V = Vector<T, N>;
+  // NOTE: off a 128-byte boundary the asynchronous copies take a fifth longer.
+  extern __shared__ __align__(128) uint4 dynamic_memory[];
+  __shared__ RowSumScratch<2> scratch[2];
+  const int dim = static_cast<int>(p.dim);
+  const int step = blockDim.x * N;  // between a thread's vectors
+  const int block_in_row = cluster > 1 ? cluster_rank() : 0;
+  const int first_column = block_in_row * kVectors * step + threadIdx.x * N;
+  const auto column_of = [&](int j) { return first_column + j * step; };
+  const int64_t part = blockIdx.x / cluster;  // of all partial sums
+  const int64_t group = quotient(part, p.blocks_per_group);
+  const int64_t begin = group * p.group_rows, end = begin + p.group_rows;
+  const int64_t block_row = begin + (part - group * p.blocks_per_group) * blockDim.y;
+  const int64_t first_row = block_row + threadIdx.y;
+  const int64_t row_step = p.blocks_per_group * blockDim.y;
+  // All rows of a block, and all blocks of a cluster, take the same number of turns; this row has rows in so many.
+  const int64_t turns = quotient(end - block_row + row_step - 1, row_step);
+  const int64_t turns_inside =
+      first_row < end ? quotient(end - first_row + row_step - 1, row_step) : 0;
+  const bool has_extra = kResidual && p.grad_new_residual != nullptr;
+  const bool has_x = kResidual && p.x != nullptr;
+  const bool needs_grad_s =
+      p.grad_x != nullptr || (kResidual && (p.grad_residual != nullptr || p.grad_gate != nullptr));
+
+  const int threads = blockDim.x * blockDim.y;
+  const int stage_size = (2 + has_extra + has_x) * kVectors * threads;
+  V* const memory = reinterpret_cast<V*>(dynamic_memory) + threadIdx.y * blockDim.x + threadIdx.x;
+  const auto slot = [&](int stage, int tensor, int j) {
+    return memory + stage * stage_size + (tensor * kVectors + j) * threads;
+  };
+  RowsToCopy<T> grad_outs(p.grad_out, first_row, row_step, p.grad_out_stride, first_column);
+  RowsToCopy<T> ss(p.s, first_row, row_step, p.s_stride, first_column);
+  RowsToCopy<T> extras(p.grad_new_residual, first_row, row_step, p.grad_new_residual_stride,
+                       first_column);
+  RowsToCopy<T> xs(p.x, first_row, row_step, p.x_stride, first_column);
+  int64_t to_start = turns_inside;
+  const auto copy_row = [&](RowsToCopy<T>& rows, int stage, int tensor, bool inside) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      if constexpr (kAligned) {
+        if (inside && column_of(j) < dim)
+          V::load_async(slot(stage, tensor, j), rows.next + j * step);
+      } else {
+        *slot(stage, tensor, j) =
+            load<false, N>(rows.next - first_column, column_of(j), inside ? dim : 0);
+      }
+    }
+    rows.next += rows.step;
+  };
+  const auto start = [&](int stage) {
+    const bool inside = to_start > 0;
+    if (inside || !kAligned) {
+      copy_row(grad_outs, stage, 0, inside);
+      copy_row(ss, stage, 1, inside);
+      if (has_extra) copy_row(extras, stage, 2, inside);
+      if (has_x) copy_row(xs, stage, 2 + has_extra, inside);
+    }
+    --to_start;
+    if constexpr (kAligned) async_copy_commit();
+  };
+
+  row_sum_start(cluster, scratch);
+  if constexpr (kAligned) {
+    // Columns behind the row's end are zero in every stage: nothing is copied there later.
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      if (column_of(j) < dim) continue;
+      for (int i = 0; i < stages * (2 + has_extra + has_x); ++i) *slot(0, i, j) = V::zero();
+    }
+  }
+  // What is multiplied with grad_out: weight * (1 + scale). A thread keeps it behind the stages: the sums of its
+  // columns take the registers.
+  static_assert(sizeof(V) == sizeof(float4), "a slot is a vector of either");
+  float4* const factors = reinterpret_cast<float4*>(slot(stages, 0, 0));
+  const auto load_factors = [&](int64_t row) {
+    const Values<T> scale(p.scale, row);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      float values[N];
+      scale_factors<kAligned>(scale, column_of(j), dim, values);
+      multiply_weight<kAligned, T>(p.weight, column_of(j), dim, values);
+#pragma unroll
+      for (int k = 0; k < N; k += 4)
+        factors[(j * N + k) / 4 * threads] =
+            make_float4(values[k], values[k + 1], values[k + 2], values[k + 3]);
+    }
+  };
+  // The factors first: behind the rows they would wait for all of them.
+  load_factors(begin);
+  for (int stage = 0; stage < stages - 1; ++stage) start(stage);
+  float2 next_statistics = make_float2(0.0f, 0.0f);
+  if (first_row < end) next_statistics = load_statistics(p, first_row);
+
+  float of_a[kVectors][N], of_c[kVectors][N], of_gate[kResidual ? kVectors : 1][N];
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      of_a[j][k] = of_c[j][k] = 0.0f;
+      if constexpr (kResidual) of_gate[j][k] = 0.0f;
+    }
+  }
+
+  row_sum_end(cluster);
+  const Values<T> group_gate(p.gate, begin);
+  T* grad_x = row_or_null<T>(p.grad_x, first_row, p.dim);
+  T* grad_residual = row_or_null<T>(p.grad_residual, first_row, p.dim);
+  int stage = 0;
+#pragma unroll 1
+  for (int64_t turn = 0; turn < turns; ++turn) {
+    const bool row_inside = turn < turns_inside;
+    const int row_dim = row_inside ? dim : 0;
+    const int64_t row = first_row + turn * row_step;
+    start(stage == 0 ? stages - 1 : stage - 1);
+    if constexpr (kAligned) async_copy_wait(stages - 1);
+    const float mean = row_inside ? next_statistics.x : 0.0f;
+    const float rstd = row_inside ? next_statistics.y : 0.0f;
+    if (turn + 1 < turns_inside) next_statistics = load_statistics(p, row + row_step);
+    if (kByRow && p.scale_by_row && row_inside) load_factors(row);
+    const Normalise<T> normalised(mean, 0.0f, rstd);
+
+    // The row's part of the sums of columns; g = grad_out * factor and xhat, which are kept; mean(g) and
+    // mean(g * xhat). Behind the row's end all are zero, as grad_out is.
+    // NOTE: unaligned, all lanes of a warp store together; rows behind the last are zero.
+    float g[kVectors][N], xhat[kVectors][N], sums[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      if (!row_inside && kAligned) continue;
+      float grad_out[N], a[N];
+      V::load_shared(slot(stage, 0, j)).to_floats(grad_out);
+      V::load_shared(slot(stage, 1, j)).to_floats(xhat[j]);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        xhat[j][k] = normalised(xhat[j][k]);
+        a[k] = grad_out[k];
+      }
+      if (kByRow && p.scale_by_row) {
+        float scale_factor[N];
+        scale_factors<kAligned>(Values<T>(p.scale, row_inside ? row : begin), column_of(j), dim,
+                                scale_factor);
+        write_row_gradients<kAligned, T>(p, grad_out, xhat[j], scale_factor, row, column_of(j),
+                                         column_of(j) < row_dim, a);
+      }
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        of_a[j][k] += a[k];
+        of_c[j][k] = fmaf(a[k], xhat[j][k], of_c[j][k]);
+      }
+#pragma unroll
+      for (int k = 0; k < N; k += 4) {
+        const float4 four = factors[(j * N + k) / 4 * threads];
+        g[j][k] = grad_out[k] * four.x;
+        g[j][k + 1] = grad_out[k + 1] * four.y;
+        g[j][k + 2] = grad_out[k + 2] * four.z;
+        g[j][k + 3] = grad_out[k + 3] * four.w;
+      }
+      float sum = 0.0f, dot = 0.0f;
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        sum += g[j][k];
+        dot = fmaf(g[j][k], xhat[j][k], dot);
+      }
+      sums[0] += sum;
+      sums[1] += dot;
+    }
+
+    if (needs_grad_s) {
+      row_sum<true>(sums, cluster, scratch, static_cast<int>(turn));
+      // grad_s = rstd * (g - mean(g) - xhat * mean(g * xhat))
+      const float of_xhat = -rstd * (sums[1] / static_cast<float>(dim));
+      const float constant = p.layer ? -rstd * (sums[0] / static_cast<float>(dim)) : 0.0f;
+      Values<T> gate = group_gate;
+      if (kByRow && p.gate_by_row && row_inside) gate = Values<T>(p.gate, row);
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        if (!row_inside && kAligned) continue;
+        const int column = column_of(j);
+        const bool inside = column < row_dim;
+        float grad[N];
+#pragma unroll
+        for (int k = 0; k < N; ++k)
+          grad[k] = fmaf(g[j][k], rstd, fmaf(xhat[j][k], of_xhat, constant));
+        if constexpr (kResidual) {
+          float other[N];
+          const auto read_other = [&](int tensor) {
+            V::load_shared(slot(stage, tensor, j)).to_floats(other);
+          };
+          if (has_extra) {
+            read_other(2);
+#pragma unroll
+            for (int k = 0; k < N; ++k) grad[k] += other[k];
+          }
+          if (has_x) {
+            read_other(2 + has_extra);
+            if (kByRow && p.gate_by_row) {
+#pragma unroll
+              for (int k = 0; k < N; ++k) other[k] *= grad[k];
+              store_values<kAligned, T>(p.grad_gate, p.gate.dtype, other, row, p.dim, column,
+                                        inside);
+            } else if (row_inside) {
+#pragma unroll
+              for (int k = 0; k < N; ++k) of_gate[j][k] = fmaf(grad[k], other[k], of_gate[j][k]);
+            }
+          }
+        }
+        write_grad_s<kAligned>(grad, gate, kResidual ? grad_residual : nullptr, grad_x, column, dim,
+                               inside);
+      }
+      if (grad_x != nullptr) grad_x += row_step * p.dim;
+      if (kResidual && grad_residual != nullptr) grad_residual += row_step * p.dim;
+    }
+    stage = stage + 1 == stages ? 0 : stage + 1;
+  }
+  let_kernel_after_start();
+  if (p.partials == nullptr) return;
+
+  // Add up the rows of the block, in order, and leave the block's sums: [row of the block][column].
+  async_copy_wait(0);
+  const int columns = kVectors * step;
+  float* sums = reinterpret_cast<float*>(dynamic_memory);
+  float* partial = p.partials + part * p.partial_rows * p.dim;
+  const auto leave = [&](const float(&of_thread)[kVectors][N]) {
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      Vector<float, N>::from_floats(of_thread[j])
+          .store(sums + threadIdx.y * columns + j * step + threadIdx.x * N);
+    }
+    __syncthreads();
+    const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+    const int columns_here = min(columns, dim - block_in_row * columns);
+    for (int i = thread; i < columns_here; i += blockDim.x * blockDim.y) {
+      float sum = 0.0f;
+      for (int row = 0; row < static_cast<int>(blockDim.y); ++row) sum += sums[row * columns + i];
+      partial[block_in_row * columns + i] = sum;
+    }
+    partial += p.dim;
+  };
+  if (p.sums_columns) {
+    leave(of_a);
+    leave(of_c);
+  }
+  if constexpr (kResidual) {
+    if (p.sums_gate) leave(of_gate);
+  }
+}
+
+// The gradients of rows of any length and alignment, one a block, read twice. mean(g) and mean(g * xhat) of each row are left
+// behind the partial sums.
+template <typename T>
+__global__ void __launch_bounds__(kAdaNormThreads, 1)
+    ada_norm_backward_streamed_kernel(const AdaNormBackward p, float2* means) {
+  constexpr bool kAligned = false;
+  constexpr int N = 16 / sizeof(T);
+  __shared__ RowSumScratch<2> scratch[1];
+  const int64_t row = blockIdx.x;
+  const int dim = static_cast<int>(p.dim);
+  const int step = blockDim.x * N;
+  const T* grad_out_row = static_cast<const T*>(p.grad_out) + row * p.grad_out_stride;
+  const T* s = static_cast<const T*>(p.s) + row * p.s_stride;
+  const T* extra = static_cast<const T*>(p.grad_new_residual) + row * p.grad_new_residual_stride;
+  const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+  const float2 statistics = load_statistics(p, row);
+  const Values<T> scale(p.scale, row), gate(p.gate, row);
+
+  // grad_out, xhat, 1 + scale, and weight * (1 + scale).
+  const auto read = [&](int column, float(&grad_out)[N], float(&xhat)[N], float(&scale_factor)[N],
+                        float(&factors)[N]) {
+    load<kAligned, N>(grad_out_row, column, dim).to_floats(grad_out);
+    load<kAligned, N>(s, column, dim).to_floats(xhat);
+    scale_factors<kAligned>(scale, column, dim, scale_factor);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      xhat[k] = (xhat[k] - statistics.x) * statistics.y;
+      factors[k] = scale_factor[k];
+    }
+    multiply_weight<kAligned, T>(p.weight, column, dim, factors);
+  };
+
+  float sums[2] = {};
+  for (int column = threadIdx.x * N; column < dim; column += step) {
+    float grad_out[N], xhat[N], scale_factor[N], factors[N];
+    read(column, grad_out, xhat, scale_factor, factors);
+    float sum = 0.0f, dot = 0.0f;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const float g = grad_out[k] * factors[k];
+      sum += g;
+      dot = fmaf(g, xhat[k], dot);
+    }
+    sums[0] += sum;
+    sums[1] += dot;
+  }
+  row_sum<false>(sums, 1, scratch, 0);
+  const float mean_g = p.layer ? sums[0] / static_cast<float>(dim) : 0.0f;
+  const float mean_product = sums[1] / static_cast<float>(dim);
+  if (means != nullptr && threadIdx.x == 0) means[row] = make_float2(mean_g, mean_product);
+
+  for (int start = 0; start < dim; start += step) {
+    const int column = start + threadIdx.x * N;
+    const bool inside = column < dim;
+    float grad_out[N], xhat[N], scale_factor[N], factors[N], a[N];
+    read(column, grad_out, xhat, scale_factor, factors);
+    if (p.scale_by_row)
+      write_row_gradients<kAligned, T>(p, grad_out, xhat, scale_factor, row, column, inside, a);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const float g = grad_out[k] * factors[k];
+      grad_out[k] = statistics.y * ((g - mean_g) - xhat[k] * mean_product);
+    }
+    if (p.grad_new_residual != nullptr) {
+      load<kAligned, N>(extra, column, dim).to_floats(a);
+#pragma unroll
+      for (int k = 0; k < N; ++k) grad_out[k] += a[k];
+    }
+    if (p.grad_gate != nullptr && p.gate_by_row) {
+      load<kAligned, N>(x, column, dim).to_floats(a);
+#pragma unroll
+      for (int k = 0; k < N; ++k) a[k] *= grad_out[k];
+      store_values<kAligned, T>(p.grad_gate, p.gate.dtype, a, row, p.dim, column, inside);
+    }
+    write_grad_s<kAligned>(grad_out, gate, row_or_null<T>(p.grad_residual, row, p.dim),
+                           row_or_null<T>(p.grad_x, row, p.dim), column, dim, inside);
+  }
+}
+
+// One value of T or float32, or `missing`.
+template <typename T>
+__device__ __forceinline__ float value_at(const Values<T>& values, int64_t i, float missing) {
+  return values.data == nullptr ? missing : values.at(i);
+}
+
+// Partial sums of streamed rows. Grid: groups * blocks_per_group, times the blocks of columns; a thread has one
+// column of an equal share of a group's rows.
+constexpr int kAdaNormStreamedThreads = 256;
+
+template <typename T>
+__global__ void __launch_bounds__(kAdaNormStreamedThreads)
+    ada_norm_backward_streamed_sums_kernel(const AdaNormBackward p, const float2* means) {
+  const uint32_t column_blocks = (static_cast<uint32_t>(p.dim) + blockDim.x - 1) / blockDim.x;
+  const int64_t part = blockIdx.x / column_blocks;
+  const int64_t column = int64_t{blockIdx.x % column_blocks} * blockDim.x + threadIdx.x;
+  if (column >= p.dim) return;
+  const int64_t group = quotient(part, p.blocks_per_group);
+  const int64_t share = part - group * p.blocks_per_group;
+  const int64_t begin = group * p.group_rows + p.group_rows * share / p.blocks_per_group;
+  const int64_t end = group * p.group_rows + p.group_rows * (share + 1) / p.blocks_per_group;
+  const bool columns = p.sums_columns, gate = p.sums_gate;
+  const float weight = value_at(Values<T>(p.weight.data, p.weight.dtype), column, 1.0f);
+  float of_a = 0.0f, of_c = 0.0f, of_gate = 0.0f;
+#pragma unroll 4
+  for (int64_t row = begin; row < end; ++row) {
+    const float2 statistics = load_statistics(p, row);
+    const auto element = [&](const void* tensor, int64_t stride) {
+      return to_float(static_cast<const T*>(tensor)[row * stride + column]);
+    };
+    const float grad_out = element(p.grad_out, p.grad_out_stride);
+    const float xhat = (element(p.s, p.s_stride) - statistics.x) * statistics.y;
+    const float factor = 1.0f + value_at(Values<T>(p.scale, row), column, 0.0f);
+    const float a = p.scale_by_row ? grad_out * factor : grad_out;
+    of_a += a;
+    of_c = fmaf(a, xhat, of_c);
+    if (!gate) continue;
+    const float2 mean = means[row];
+    const float g = grad_out * factor * weight;
+    float grad = statistics.y * ((g - mean.x) - xhat * mean.y);
+    if (p.grad_new_residual != nullptr)
+      grad += element(p.grad_new_residual, p.grad_new_residual_stride);
+    of_gate = fmaf(grad, element(p.x, p.x_stride), of_gate);
+  }
+  float* partial = p.partials + part * p.partial_rows * p.dim + column;
+  if (columns) {
+    partial[0] = of_a;
+    partial[p.dim] = of_c;
+  }
+  if (gate) partial[columns ? 2 * p.dim : 0] = of_gate;
+}
+
+// The gradients that are sums, of the partial sums. Block: (columns, groups side by side * shares of a group's
+// partial sums), 32 by 32. The order of the additions depends on the numbers of groups and partial sums alone.
+constexpr int kAdaNormSumWidth = 32;
+
+template <typename T>
+__device__ __forceinline__ void set_value(void* data, DType dtype, int64_t i, float value) {
+  if (dtype == DType::float32) {
+    static_cast<float*>(data)[i] = value;
+  } else {
+    static_cast<T*>(data)[i] = from_float<T>(value);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kAdaNormSumWidth* kAdaNormSumWidth)
+    ada_norm_backward_sums_kernel(const AdaNormBackward p, const int shares) {
+  __shared__ float scratch[5][kAdaNormSumWidth][kAdaNormSumWidth];
+  const int x = threadIdx.x, y = threadIdx.y;
+  const int side_by_side = kAdaNormSumWidth / shares;
+  const int share = y % shares;
+  const int64_t column = int64_t{blockIdx.x} * kAdaNormSumWidth + x;
+  const int64_t groups = p.rows / p.group_rows;
+  const bool columns = p.sums_columns, gate = p.sums_gate;
+  const int kinds = p.partial_rows;
+  float weight = 1.0f, bias = 0.0f;
+  if (column < p.dim) {
+    weight = value_at(Values<T>(p.weight.data, p.weight.dtype), column, 1.0f);
+    bias = value_at(Values<T>(p.bias.data, p.bias.dtype), column, 0.0f);
+  }
+  // Of all groups: A, C, G, and the gradients of weight and bias.
+  float totals[5] = {};
+  const auto write_scale_and_shift = [&](int64_t row, float a, float c) {
+    if (p.grad_shift != nullptr) set_value<T>(p.grad_shift, p.shift_dtype, row * p.dim + column, a);
+    if (p.grad_scale != nullptr)
+      set_value<T>(p.grad_scale, p.scale.dtype, row * p.dim + column, c * weight + a * bias);
+  };
+  wait_for_kernel_before();
+  for (int64_t first = 0; first < groups; first += side_by_side) {
+    const int64_t group = first + y / shares;
+    const bool inside = group < groups && column < p.dim;
+    float sums[3] = {};
+    if (inside) {
+      const float* partial = p.partials + group * p.blocks_per_group * kinds * p.dim + column;
+#pragma unroll 4
+      for (int64_t i = share; i < p.blocks_per_group; i += shares) {
+        const float* of_block = partial + i * kinds * p.dim;
+        if (columns) {
+          sums[0] += of_block[0];
+          sums[1] += of_block[p.dim];
+        }
+        if (gate) sums[2] += of_block[columns ? 2 * p.dim : 0];
+      }
+    }
+    if (shares > 1) {
+      __syncthreads();
+#pragma unroll
+      for (int k = 0; k < 3; ++k) scratch[k][y][x] = sums[k];
+      __syncthreads();
+      if (share == 0) {
+        for (int i = 1; i < shares; ++i) {
+#pragma unroll
+          for (int k = 0; k < 3; ++k) sums[k] += scratch[k][y + i][x];
+        }
+      }
+    }
+    if (share != 0 || !inside) continue;
+    const int64_t row = group * p.group_rows;
+    if (columns) {
+      float factor = 1.0f;
+      if (!p.scale_by_row) factor += value_at(Values<T>(p.scale, row), column, 0.0f);
+      totals[0] += sums[0];
+      totals[1] += sums[1];
+      totals[3] = fmaf(factor, sums[1], totals[3]);
+      totals[4] = fmaf(factor, sums[0], totals[4]);
+      if (!p.scale_by_row && p.scale_rows < p.rows)
+        write_scale_and_shift(row / p.scale_rows, sums[0], sums[1]);
+    }
+    if (gate) {
+      totals[2] += sums[2];
+      if (p.gate_rows < p.rows)
+        set_value<T>(p.grad_gate, p.gate.dtype, row / p.gate_rows * p.dim + column, sums[2]);
+    }
+  }
+  // What belongs to all groups.
+  if (side_by_side > 1) {
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < 5; ++k) scratch[k][y][x] = totals[k];
+    __syncthreads();
+    if (y == 0) {
+      for (int i = 1; i < side_by_side; ++i) {
+#pragma unroll
+        for (int k = 0; k < 5; ++k) totals[k] += scratch[k][i * shares][x];
+      }
+    }
+  }
+  if (y != 0 || column >= p.dim) return;
+  if (columns && !p.scale_by_row && p.scale_rows == p.rows)
+    write_scale_and_shift(0, totals[0], totals[1]);
+  if (gate && p.gate_rows == p.rows) set_value<T>(p.grad_gate, p.gate.dtype, column, totals[2]);
+  if (p.grad_weight != nullptr) set_value<T>(p.grad_weight, p.weight.dtype, column, totals[3]);
+  if (p.grad_bias != nullptr) set_value<T>(p.grad_bias, p.bias_dtype, column, totals[4]);
+}
+
+// ---- launchers ----
+
+// Whether every row of every tensor starts and ends on a 16-byte boundary.
+bool aligned_rows(const Modulation& m) {
+  return aligned_rows(m.data, m.data == nullptr ? 0 : m.stride, m.dtype);
+}
+
+bool is_aligned(const AdaNormForward& p) {
+  return p.dim * dtype_size(p.dtype) % 16 == 0 && aligned_rows(p.x, p.x_stride, p.dtype) &&
+         aligned_rows(p.residual, p.residual_stride, p.dtype) &&
+         aligned_rows(p.new_residual, 0, p.dtype) && aligned_rows(p.out, 0, p.dtype) &&
+         aligned_rows(p.gate) && aligned_rows(p.scale) && aligned_rows(p.shift) &&
+         aligned_rows(p.weight.data, 0, p.dtype) && aligned_rows(p.bias.data, 0, p.dtype);
+}
+
+bool is_aligned(const AdaNormBackward& p) {
+  return p.dim * dtype_size(p.dtype) % 16 == 0 &&
+         aligned_rows(p.grad_out, p.grad_out_stride, p.dtype) &&
+         aligned_rows(p.grad_new_residual, p.grad_new_residual_stride, p.dtype) &&
+         aligned_rows(p.s, p.s_stride, p.dtype) && aligned_rows(p.x, p.x_stride, p.dtype) &&
+         aligned_rows(p.gate) && aligned_rows(p.scale) && aligned_rows(p.weight.data, 0, p.dtype) &&
+         aligned_rows(p.bias.data, 0, p.dtype) && aligned_rows(p.grad_x, 0, p.dtype) &&
+         aligned_rows(p.grad_residual, 0, p.dtype) && aligned_rows(p.grad_gate, 0, p.dtype) &&
+         aligned_rows(p.grad_scale, 0, p.dtype) && aligned_rows(p.grad_shift, 0, p.dtype);
+}
+
+template <typename T, bool kResidual, bool kAligned>
+gpuError launch_forward(const AdaNormForward& p, float scale_offset, int device, gpuStream stream) {
+  constexpr int kMost = ada_norm_vectors(kResidual);
+  const RowPolicy policy = ada_norm_forward_policy(device_info(device), kAligned, p);
+  if (policy.streamed) {
+    return gpu_launch(&ada_norm_forward_streamed_kernel<T, kResidual>, dim3(p.rows),
+                      dim3(policy.threads_per_row), 0, 1, stream, p, scale_offset);
+  }
+  const auto launch = [&](auto kernel) {
+    const int64_t rows_per_block = int64_t{policy.rows_per_block} * policy.rows_per_thread;
+    return gpu_launch(kernel, dim3(ceil_div(p.rows, rows_per_block) * policy.cluster),
+                      dim3(policy.threads_per_row, policy.rows_per_block), 0, policy.cluster,
+                      stream, p, scale_offset, policy.cluster);
+  };
+  if constexpr (kAligned && !kResidual) {
+    if (policy.rows_per_thread == 4)
+      return launch(&ada_norm_forward_kernel<T, 1, 4, kResidual, true, false>);
+    if (policy.rows_per_thread == 2)
+      return launch(&ada_norm_forward_kernel<T, 2, 2, kResidual, true, false>);
+  }
+  if (policy.vectors == 1)
+    return launch(&ada_norm_forward_kernel<T, 1, 1, kResidual, kAligned, false>);
+  if constexpr (kAligned) {
+    if (policy.cluster == 1)
+      return launch(&ada_norm_forward_kernel<T, kMost, 1, kResidual, true, false>);
+  }
+  return launch(&ada_norm_forward_kernel<T, kMost, 1, kResidual, kAligned, true>);
+}
+
+int tensors_read(const AdaNormBackward& p) {
+  return 2 + (p.grad_new_residual != nullptr) + (p.x != nullptr);
+}
+
+// Whether there is more than grad_x of what was normalised.
+bool has_residual(const AdaNormBackward& p) {
+  return p.grad_new_residual != nullptr || p.grad_residual != nullptr || p.grad_gate != nullptr;
+}
+
+AdaNormBackwardPolicy policy_of(const AdaNormBackward& p, int device) {
+  return ada_norm_backward_policy(device_info(device), is_aligned(p), tensors_read(p), p);
+}
+
+template <typename T>
+gpuError launch_backward_streamed(const AdaNormBackward& p, const AdaNormBackwardPolicy& policy,
+                                  gpuStream stream) {
+  const int64_t parts = p.rows / p.group_rows * p.blocks_per_group;
+  float2* means = nullptr;
+  if (p.partials != nullptr)
+    means = reinterpret_cast<float2*>(p.partials) + ceil_div(parts * p.partial_rows * p.dim, 2);
+  const gpuError error = gpu_launch(&ada_norm_backward_streamed_kernel<T>, dim3(p.rows),
+                                    dim3(policy.row.threads_per_row), 0, 1, stream, p, means);
+  if (error != gpuSuccess || p.partials == nullptr) return error;
+  return gpu_launch(&ada_norm_backward_streamed_sums_kernel<T>,
+                    dim3(parts * ceil_div(p.dim, kAdaNormStreamedThreads)),
+                    dim3(kAdaNormStreamedThreads), 0, 1, stream, p, means);
+}
+
+template <typename T>
+gpuError launch_backward(const AdaNormBackward& p, const AdaNormBackwardPolicy& policy,
+                         gpuStream stream) {
+  if (policy.row.streamed) return launch_backward_streamed<T>(p, policy, stream);
+  const dim3 grid(p.rows / p.group_rows * p.blocks_per_group * policy.row.cluster);
+  const dim3 block(policy.row.threads_per_row, policy.row.rows_per_block);
+  return with_bool(is_aligned(p), [&](auto aligned) {
+    const auto run = [&](auto kernel) {
+      return gpu_launch(kernel, grid, block, policy.shared_bytes, policy.row.cluster, stream, p,
+                        policy.row.cluster, policy.stages);
+    };
+    if (p.scale_by_row || p.gate_by_row)
+      return run(&ada_norm_backward_kernel<T, true, true, aligned>);
+    if (has_residual(p)) return run(&ada_norm_backward_kernel<T, true, false, aligned>);
+    return run(&ada_norm_backward_kernel<T, false, false, aligned>);
+  });
+}
+
+template <typename T>
+gpuError launch_backward_sums(const AdaNormBackward& p, gpuStream stream) {
+  const int shares =
+      static_cast<int>(std::min<int64_t>(next_power_of_two(p.blocks_per_group), kAdaNormSumWidth));
+  return gpu_launch_after(&ada_norm_backward_sums_kernel<T>,
+                          dim3(ceil_div(p.dim, kAdaNormSumWidth)),
+                          dim3(kAdaNormSumWidth, kAdaNormSumWidth), stream, p, shares);
+}
+
+}  // namespace
+
+namespace gpu {
+
+const char* ada_norm_forward(const AdaNormForward& given, int device, void* raw_stream) {
+  const gpuStream stream = static_cast<gpuStream>(raw_stream);
+  AdaNormForward p = given;
+  float scale_offset = 1.0f;
+  if (p.scale.data == nullptr && p.shift.data == nullptr) {
+    // Weight and bias take the place of scale and shift, whose loads are under way first.
+    p.scale = {p.weight.data, 0, 1, p.weight.dtype};
+    p.shift = {p.bias.data, 0, 1, p.bias.dtype};
+    p.weight.data = p.bias.data = nullptr;
+    if (p.scale.data != nullptr) scale_offset = 0.0f;
+  }
+  gpuError error = gpuSuccess;
+  dispatch_activation_output(p.dtype, p.dtype, [&](auto tag, auto) {
+    using T = typename decltype(tag)::type;
+    error = with_bool(p.residual != nullptr, [&](auto residual) {
+      return with_bool(is_aligned(p), [&](auto aligned) {
+        return launch_forward<T, residual, aligned>(p, scale_offset, device, stream);
+      });
+    });
+  });
+  return message_of(error);
+}
+
+int64_t ada_norm_backward_workspace(AdaNormBackward& p, int device) {
+  const AdaNormBackwardPolicy policy = policy_of(p, device);
+  p.blocks_per_group = policy.blocks_per_group;
+  const int kinds = p.partial_rows;
+  if (kinds == 0) return 0;
+  const int64_t sums = p.rows / p.group_rows * p.blocks_per_group * kinds * p.dim;
+  // The means of streamed rows lie behind, as pairs.
+  return policy.row.streamed ? 2 * (ceil_div(sums, 2) + p.rows) : sums;
+}
+
+const char* ada_norm_backward(const AdaNormBackward& p, int device, void* raw_stream) {
+  const gpuStream stream = static_cast<gpuStream>(raw_stream);
+  const AdaNormBackwardPolicy policy = policy_of(p, device);
+  gpuError error = gpuSuccess;
+  dispatch_activation_output(p.dtype, p.dtype, [&](auto tag, auto) {
+    using T = typename decltype(tag)::type;
+    error = launch_backward<T>(p, policy, stream);
+    if (error == gpuSuccess && p.partials != nullptr) error = launch_backward_sums<T>(p, stream);
+  });
+  return message_of(error);
+}
+
+}  // namespace gpu
+}  // namespace fuselage

@@ -1,0 +1,108 @@
+// Layer norm and the adaptive norms: what the GPU (norm/ada_norm.cu) and CPU (cpu/ada_norm.cpp) kernels are
+// given. One forward struct serves layer_norm, ada_layer_norm, ada_rms_norm and gate_residual_ada_norm, one
+// backward struct all their gradients.
+//
+//   s    = x                                   (without residual)
+//   s    = round(residual + gate * x)          (gate_residual_ada_norm, rounded to x's type)
+//   mean = mean(s)                             (layer; 0 otherwise)
+//   rstd = 1 / sqrt(mean((s - mean)^2) + eps)
+//   xhat = (s - mean) * rstd
+//   out  = (xhat * weight + bias) * (1 + scale) + shift
+#pragma once
+
+#include <cstdint>
+
+#include "common/divide.h"
+#include "common/dtype.h"
+
+namespace fuselage {
+
+// What a row is scaled, shifted or gated with: row i has the `dim` values at row i / rows of the tensor. One
+// for all rows has a stride of zero; one for each batch element has as many rows as an element has.
+struct Modulation {
+  const void* data;  // [ceil(all rows / rows), dim], or null
+  int64_t stride;    // elements between its rows
+  Divisor rows;      // that share one of its rows
+  DType dtype;       // x's, or float32
+};
+
+// A vector for all rows: [dim], x's type or float32, or null.
+struct NormVector {
+  const void* data;
+  DType dtype;
+};
+
+struct AdaNormForward {
+  const void* x;         // [rows, dim] dtype
+  const void* residual;  // [rows, dim] dtype, or null
+  void* out;             // [rows, dim] dtype, contiguous
+  void* new_residual;    // [rows, dim] dtype, contiguous, null without residual
+  float*
+      statistics;  // [rows, 2] mean and rstd (layer) or [rows] rstd; null when no gradient is needed
+  Modulation gate, scale, shift;
+  NormVector weight, bias;
+  int64_t rows, dim;
+  int64_t x_stride, residual_stride;  // elements between rows
+  float eps;
+  bool layer;  // take the mean away
+  DType dtype;
+};
+
+// With f = weight * (1 + scale), g = grad_out * f, over the last dimension:
+//   grad_s     = rstd * (g - mean(g) - xhat * mean(g * xhat)) [+ grad_new_residual]; no mean(g) but for layer
+//   grad_x     = gate * grad_s,  grad_residual = grad_s,  grad_gate = grad_s * x
+//   grad_scale = grad_out * (xhat * weight + bias),  grad_shift = grad_out
+//   grad_weight = sum of grad_out * (1 + scale) * xhat,  grad_bias = sum of grad_out * (1 + scale)
+// Gradients of what rows share are sums over these rows. They all follow from sums of columns
+//   A = sum of a,  C = sum of a * xhat,  G = sum of grad_s * x
+// over the rows of a group, within which scale, shift and gate do not change, unless every row has its own
+// (`by_row`). a is grad_out, times (1 + scale) where every row has its own. Scale and shift are alike in this.
+struct AdaNormBackward {
+  const void* grad_out;           // [rows, dim] dtype
+  const void* grad_new_residual;  // [rows, dim] dtype, or null
+  const void* s;                  // [rows, dim] dtype
+  const void* x;                  // [rows, dim] dtype, null unless grad_gate is needed
+  const float* statistics;        // of the forward
+  Modulation gate, scale;
+  NormVector weight, bias;
+  void* grad_x;         // [rows, dim] dtype, contiguous, or null when not needed
+  void* grad_residual;  // likewise; null without residual
+  void* grad_gate;      // [rows, dim] by row, else [rows / gate_rows, dim], or null when not needed
+  void* grad_scale;     // likewise, with scale_rows
+  void* grad_shift;     // likewise, with scale_rows
+  void* grad_weight;    // [dim], dtype of the weight, or null when not needed
+  void* grad_bias;      // [dim], dtype of the bias, or null when not needed
+  int64_t gate_rows,
+      scale_rows;  // rows that share a gate, or a scale and a shift: `rows` if all do
+  bool gate_by_row, scale_by_row;
+  DType shift_dtype, bias_dtype;
+  bool sums_columns, sums_gate;  // which columns are summed: those of A and C, and those of G
+  int partial_rows;  // of `dim` sums that a block leaves: of A, C and G, or of those that are summed
+  float* partials;   // workspace of ada_norm_backward_workspace floats; null if that is 0
+  int64_t rows, dim;
+  int64_t group_rows;        // rows of a group; a divisor of `rows`
+  int64_t blocks_per_group;  // partial sums of each group
+  int64_t grad_out_stride, grad_new_residual_stride, s_stride, x_stride;  // elements between rows
+  bool layer;
+  DType dtype;
+};
+
+// Sets what of `p` follows from the gradients that are needed.
+inline void ada_norm_choose_sums(AdaNormBackward& p) {
+  p.sums_columns = p.grad_weight != nullptr || p.grad_bias != nullptr ||
+                   ((p.grad_scale != nullptr || p.grad_shift != nullptr) && !p.scale_by_row);
+  p.sums_gate = p.grad_gate != nullptr && !p.gate_by_row;
+  p.partial_rows = (p.sums_columns ? 2 : 0) + (p.sums_gate ? 1 : 0);
+}
+
+namespace gpu {
+
+// Launches on `stream` of `device`, which must be current. Returns null, or why it could not.
+const char* ada_norm_forward(const AdaNormForward& p, int device, void* stream);
+const char* ada_norm_backward(const AdaNormBackward& p, int device, void* stream);
+
+// Sets p.blocks_per_group, and returns how many floats p.partials must have.
+int64_t ada_norm_backward_workspace(AdaNormBackward& p, int device);
+
+}  // namespace gpu
+}  // namespace fuselage

@@ -1,0 +1,123 @@
+// How the kernels of layer_norm and the adaptive norms are laid out on a GPU: pure functions of the device, the
+// element types and the shape.
+#pragma once
+
+#include <algorithm>
+
+#include "common/launch_policy.h"
+#include "norm/ada_norm.h"
+
+namespace fuselage {
+
+constexpr int kAdaNormThreads = 512;  // of a block, at most
+
+// Of a block of the backward, at most: unaligned rows need more registers.
+constexpr int ada_norm_backward_threads(bool aligned) { return aligned ? kAdaNormThreads : 384; }
+
+// The most vectors of a row in a thread of the forward: of x, or of x and residual.
+constexpr int ada_norm_vectors(bool residual) { return residual ? 2 : 4; }
+
+// Threads for which a multiprocessor has registers in every forward kernel.
+constexpr int kAdaNormResidentThreads = 1024;
+
+// How many vectors a thread has does not change the order of a row's sum (row_sum_of_vectors), so it may
+// depend on the number of rows.
+inline RowPolicy ada_norm_forward_policy(const DeviceInfo& device, bool aligned,
+                                         const AdaNormForward& p) {
+  const int64_t count = ceil_div(p.dim, 16 / dtype_size(p.dtype));
+  const int most_vectors = ada_norm_vectors(p.residual != nullptr);
+  RowPolicy policy{most_vectors, 1, 0, 1, 1, false};
+  const int64_t block_vectors = int64_t{kAdaNormThreads} * most_vectors;
+  // Half of them, so that two blocks or more fit on a multiprocessor: one loads while the other adds up.
+  if (count > block_vectors) policy.cluster = cluster_for(device, count, block_vectors / 2);
+  const int64_t block_count = ceil_div(count, policy.cluster);
+  policy.streamed = block_count > block_vectors;
+  if (policy.streamed) {
+    policy.cluster = 1;
+    policy.threads_per_row = kAdaNormThreads;
+    return policy;
+  }
+  // Where all rows are on the GPU at once, time is latency: as many threads to a row as there is room for.
+  const int64_t threads = threads_for(count, 1);
+  const bool all_resident =
+      threads <= kAdaNormThreads &&
+      p.rows * threads <= int64_t{device.multiprocessors} * kAdaNormResidentThreads;
+  const bool several_rows = aligned && p.residual == nullptr && !all_resident;
+  if (count <= kWarpSize) {
+    policy.vectors = 1;
+    if (several_rows) policy.rows_per_thread = 4;
+  } else if (aligned && all_resident) {
+    policy.vectors = 1;
+    policy.cluster = 1;
+  } else if (several_rows && count <= 2 * kWarpSize) {
+    policy.vectors = 2;
+    policy.rows_per_thread = 2;
+  }
+  policy.threads_per_row = threads_for(ceil_div(count, policy.cluster), policy.vectors);
+  // A thread's vectors lie a warp apart.
+  if (policy.vectors > 1) policy.threads_per_row = std::max(policy.threads_per_row, kWarpSize);
+  if (policy.threads_per_row <= kWarpSize) policy.rows_per_block = 128 / policy.threads_per_row;
+  return policy;
+}
+
+// Columns of a row in a thread of the backward, which keeps their sums (up to three a column) in registers.
+constexpr int kAdaNormColumns = 16;
+constexpr int kAdaNormMaxStages = 4;
+constexpr int kAdaNormStageBytes = 96 * 1024;  // of rows under way in a block
+
+struct AdaNormBackwardPolicy {
+  RowPolicy row;
+  int stages;                // rows under way between global and shared memory
+  int shared_bytes;          // dynamic shared memory of a block
+  int64_t blocks_per_group;  // or clusters of them; each leaves one row of every partial sum
+};
+
+// `tensors`: that are read, of two to four.
+inline AdaNormBackwardPolicy ada_norm_backward_policy(const DeviceInfo& device, bool aligned,
+                                                      int tensors, const AdaNormBackward& p) {
+  AdaNormBackwardPolicy policy{};
+  RowPolicy& row = policy.row;
+  const int64_t groups = p.rows / p.group_rows;
+  const int64_t threads = ceil_div(p.dim, kAdaNormColumns);
+  const int shared_bytes = device.shared_bytes_per_block - 4096;  // less the kernel's own arrays
+  const int bytes_per_thread = tensors * kAdaNormColumns * dtype_size(p.dtype);  // of a stage
+  const int factor_bytes = kAdaNormColumns * static_cast<int>(sizeof(float));    // of a thread
+  // Where shared memory is small, blocks have fewer threads.
+  int block_threads = ada_norm_backward_threads(aligned);
+  while (block_threads > kWarpSize &&
+         block_threads * (bytes_per_thread + factor_bytes) > shared_bytes)
+    block_threads -= kWarpSize;
+  row = {1, 1, kAdaNormThreads, 1, 1, false};
+  if (threads > block_threads) row.cluster = cluster_for(device, threads, block_threads);
+  const int64_t threads_each = threads_for(ceil_div(threads, row.cluster), 1);
+  row.streamed = threads_each > block_threads;
+  if (row.streamed) {
+    row.cluster = 1;
+    policy.blocks_per_group = std::clamp<int64_t>(64 / groups, 1, p.group_rows);
+    return policy;
+  }
+  row.threads_per_row = static_cast<int>(threads_each);
+  // As many rows side by side as there are for each multiprocessor, and threads for.
+  if (row.cluster == 1) {
+    const int64_t rows_each =
+        ceil_div(p.group_rows, std::max<int64_t>(1, device.multiprocessors / groups));
+    row.rows_per_block =
+        static_cast<int>(std::clamp<int64_t>(rows_each, 1, block_threads / row.threads_per_row));
+  }
+  const int threads_of_block = row.rows_per_block * row.threads_per_row;
+  const int stage_bytes = threads_of_block * bytes_per_thread;
+  const int shared_factors = threads_of_block * factor_bytes;
+  policy.stages = 1;
+  if (aligned) {
+    policy.stages =
+        std::clamp(std::min(kAdaNormStageBytes, shared_bytes - shared_factors) / stage_bytes, 1,
+                   kAdaNormMaxStages);
+  }
+  // At the end the same memory holds the sums of the block's rows, one kind after the other.
+  policy.shared_bytes = policy.stages * stage_bytes + shared_factors;
+  policy.blocks_per_group = std::clamp<int64_t>(device.multiprocessors / row.cluster / groups, 1,
+                                                ceil_div(p.group_rows, row.rows_per_block));
+  return policy;
+}
+
+}  // namespace fuselage
