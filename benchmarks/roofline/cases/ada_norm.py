@@ -208,7 +208,9 @@ def _ada_reference(layer: bool):
 
 def _gate_residual_reference(layer: bool):
     def reference(x, residual, gate, scale, shift, dtype):
-        new_residual = rounded(residual + gate * x, dtype)
+        # Product and sum are float32 on the way, which decides ties of the last rounding.
+        product = rounded(gate * x, torch.float32)
+        new_residual = rounded(rounded(residual + product, torch.float32), dtype)
         return _normalised(new_residual, layer) * (1 + scale) + shift, new_residual
 
     return reference
