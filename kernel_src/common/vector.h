@@ -265,13 +265,13 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
     char* target = reinterpret_cast<char*>(row + column);
     const int shift = shift_of(target);
     const int bytes = (dim - column) * static_cast<int>(sizeof(T));  // of the row from here on
-    if constexpr (kBytes == 16) {
+    if constexpr (kBytes == 8 || kBytes == 16) {
       Vector before;
 #pragma unroll
       for (int i = 0; i < kWords; ++i) before.words[i] = shuffle_up(words[i], width);
       if (!inside) return;
       if (shift == 0) {
-        if (bytes >= 16) {
+        if (bytes >= kBytes) {
           store(target);
         } else {
           store_part(target, 0, bytes);
@@ -279,17 +279,18 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
         return;
       }
       const int lane = threadIdx.x % width;
-      const Vector block = shifted(before, *this, 16 - shift);  // ends within this vector
-      if (lane > 0 && bytes >= 16 - shift) {
+      const Vector block = shifted(before, *this, kBytes - shift);  // ends within this vector
+      if (lane > 0 && bytes >= kBytes - shift) {
         block.store(target - shift);
       } else {
         block.store_part(target - shift, lane > 0 ? 0 : shift,
-                         bytes < 16 - shift ? bytes + shift : 16);
+                         bytes < kBytes - shift ? bytes + shift : kBytes);
       }
       // What lies behind that block is left to the next lane, where there is one with the rest of it.
-      if (bytes > 16 - shift && (lane == width - 1 || bytes <= 16)) {
-        shifted(*this, *this, 16 - shift)
-            .store_part(target - shift + 16, 0, bytes < 16 ? bytes + shift - 16 : shift);
+      if (bytes > kBytes - shift && (lane == width - 1 || bytes <= kBytes)) {
+        shifted(*this, *this, kBytes - shift)
+            .store_part(target - shift + kBytes, 0,
+                        bytes < kBytes ? bytes + shift - kBytes : shift);
       }
     } else {
       if (!inside) return;
@@ -310,20 +311,32 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
     words[i + 3] = quad.w;
   }
 
-  // Writes bytes [begin, end) of these 16 to the aligned block at `target`; both are even.
+  // Writes bytes [begin, end) of these 8 or 16 to the aligned block at `target`; both are even.
   __device__ __forceinline__ void store_part(char* target, int begin, int end) const {
-    if (begin == 0 && end < 16) {
+    constexpr int kHalf = kBytes / 2;  // of 16 bytes, the words from kWords / 2 on
+    if (begin == 0 && end < kBytes) {
       // The start of the block, in pieces of 8, 4 and 2 bytes.
-      if (end & 8) *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
-      if (end & 4) *reinterpret_cast<uint32_t*>(target + (end & 8)) = end & 8 ? words[2] : words[0];
+      if (kBytes == 16 && end & 8)
+        *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
+      if (end & 4) {
+        *reinterpret_cast<uint32_t*>(target + (end & 8)) =
+            kBytes == 16 && end & 8 ? words[kWords / 2] : words[0];
+      }
       if (end & 2) store_half(target, end - 2, false);
-    } else if (end == 16) {
+    } else if (end == kBytes) {
       // The end of the block, in pieces of 2, 4 and 8 bytes.
       if (begin & 2) store_half(target, begin, true);
       const int next = begin + (begin & 2);
-      if (next & 4) *reinterpret_cast<uint32_t*>(target + next) = next & 8 ? words[3] : words[1];
-      if (next <= 8) *reinterpret_cast<uint2*>(target + 8) = make_uint2(words[2], words[3]);
-      if (next == 0) *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
+      if (next & 4) {
+        *reinterpret_cast<uint32_t*>(target + next) =
+            kBytes == 8 || next & 8 ? words[kWords - 1] : words[1];
+      }
+      if (next <= kHalf && (kBytes == 16 || next == 0)) {
+        *reinterpret_cast<uint2*>(target + kBytes - 8) =
+            make_uint2(words[kWords - 2], words[kWords - 1]);
+      }
+      if (kBytes == 16 && next == 0)
+        *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
     } else {
       for (int byte = begin; byte < end; byte += 2) store_half(target, byte, byte & 2);
     }
@@ -332,8 +345,8 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
   // Writes the two bytes from `byte` on: the upper half of their word or the lower.
   __device__ __forceinline__ void store_half(char* target, int byte, bool upper) const {
     const uint32_t low = byte & 4 ? words[1] : words[0];
-    const uint32_t high = byte & 4 ? words[3] : words[2];
-    const uint32_t word = byte & 8 ? high : low;
+    const uint32_t high = byte & 4 ? words[kWords - 1] : words[kWords - 2];
+    const uint32_t word = kBytes == 16 && byte & 8 ? high : low;
     *reinterpret_cast<uint16_t*>(target + byte) = static_cast<uint16_t>(upper ? word >> 16 : word);
   }
 };
