@@ -16,6 +16,7 @@ from conftest import REPO_DIR, REPO_ID, VERSION
 
 sys.path.insert(0, str(REPO_DIR / "tools"))
 
+from builder.compile import gencode_flags
 from builder.config import BACKENDS, load
 from builder.errors import BuildError
 from builder.includes import included_headers
@@ -324,6 +325,25 @@ def test_a_compile_error_is_the_compilers_message(checkout: Path, tmp_path: Path
     assert result.returncode == 1
     assert "torch-ext/torch_binding.cpp:1:2: error: #error" in result.stdout
     assert "error: compilation failed" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_capabilities_share_the_code_they_are_given():
+    """Machine code is made of PTX of another capability: no source may tell the two apart."""
+    shared = gencode_flags(["8.0", "8.6", "9.0", "9.0a", "12.0+PTX"])
+    assert shared[1::2] == [
+        "arch=compute_80,code=[sm_80,sm_86]",
+        "arch=compute_90,code=[sm_90,sm_120]",
+        "arch=compute_90a,code=[sm_90a]",
+        "arch=compute_120,code=[compute_120]",
+    ]
+    folder = REPO_DIR / "kernel_src"
+    sources = [path for path in folder.rglob("*") if path.suffix in (".h", ".cu")]
+    asked = {
+        condition
+        for path in sources
+        for condition in re.findall(r"__CUDA_ARCH__ *[<>=!]+ *\w+", path.read_text("utf-8"))
+    }
+    assert asked == {"__CUDA_ARCH__ >= 900"}
 
 
 def test_an_unknown_architecture_is_a_message(tmp_path: Path):

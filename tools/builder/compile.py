@@ -103,14 +103,32 @@ def select_archs(section: Section, wanted: list[str] | None) -> list[str]:
     return chosen
 
 
+# The sources ask for this capability alone (common/gpu_compat.h).
+_CODE_CHANGES_AT = 90
+
+
 def gencode_flags(archs: list[str]) -> list[str]:
-    """nvcc's flags: machine code for each capability, and PTX for those marked `+PTX`."""
-    flags = []
-    for arch in archs:
-        number = arch.removesuffix("+PTX").replace(".", "")
-        flags += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
+    """nvcc's flags: machine code for each capability, and PTX for those marked `+PTX`.
+
+    Machine code is made of the PTX of the lowest capability that is given the same code: to make
+    PTX is half of the time, and for each capability would be the same again. What is for one GPU
+    alone (9.0a) has its own.
+    """
+    shared: dict[bool, str] = {}
+    codes: dict[str, list[str]] = {}
+    numbers = [arch.removesuffix("+PTX").replace(".", "") for arch in archs]
+    for number in sorted(numbers, key=lambda number: int(number.rstrip("af"))):
+        if number.isdigit():
+            first = shared.setdefault(int(number) >= _CODE_CHANGES_AT, number)
+            codes.setdefault(first, []).append(f"sm_{number}")
+        else:
+            codes[number] = [f"sm_{number}"]
+    for arch, number in zip(archs, numbers):
         if arch.endswith("+PTX"):
-            flags += ["-gencode", f"arch=compute_{number},code=compute_{number}"]
+            codes.setdefault(number, []).append(f"compute_{number}")
+    flags = []
+    for number, made in codes.items():
+        flags += ["-gencode", f"arch=compute_{number},code=[{','.join(made)}]"]
     return flags
 
 
