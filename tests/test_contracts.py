@@ -103,7 +103,7 @@ def test_rows_do_not_depend_on_the_batch(fuselage, device, op, dtype, dim):
 
 
 @each_operator(OPERATORS)
-@on_devices((100, 4097), (100, 500, 511, 1024, 2048, 4096, 8192, 12288))
+@on_devices((100, 4097), (64, 100, 500, 511, 512, 1024, 2048, 4096, 8192, 12288))
 def test_rows_do_not_depend_on_a_large_batch(fuselage, device, op, dim):
     rows = 1 << 10 if device == "cpu" else 1 << 15
     inputs = op.inputs((rows, dim), torch.bfloat16, device)
@@ -112,7 +112,7 @@ def test_rows_do_not_depend_on_a_large_batch(fuselage, device, op, dim):
 
 @each_operator(OPERATORS)
 @pytest.mark.parametrize("wider_by", [3, 8])
-@on_devices((100, 4096), (100, 1024, 4096, 12288))
+@on_devices((100, 4096), (100, 1024, 4096, 8192, 12288))
 def test_rows_of_a_wider_tensor_do_not_depend_on_the_batch(fuselage, device, op, dim, wider_by):
     inputs = op.inputs((37, dim), torch.bfloat16, device)
     for name in op.row_inputs:

@@ -323,7 +323,7 @@ __device__ __forceinline__ void let_kernel_after_start() {
 
 // What a launch returned. An error is also kept for the next one that asks, which would take it for its own.
 inline gpuError gpu_launched(gpuError error) {
-  if (error != gpuSuccess) gpuGetLastError();
+  if (error != gpuSuccess) static_cast<void>(gpuGetLastError());
   return error;
 }
 

@@ -134,13 +134,13 @@ FUSELAGE_INLINE void rotary_rotate(const RotaryShape& shape, const RotaryFactors
   });
 }
 
-// body(factors, begin, size) for the strips of a token.
+// body(factors, begin, size) for the strips of a token: one, of no columns, where nothing is rotated.
 template <class C, class Body>
 FUSELAGE_INLINE void rotary_strips(const RotaryTable& table, const RotaryShape& shape,
                                    RotaryToken at, bool inverse, Body body) {
   RotaryFactors factors;
   const int64_t columns = rotary_columns(shape);
-  for (int64_t begin = 0; begin < columns; begin += kRotaryStrip) {
+  for (int64_t begin = 0; begin == 0 || begin < columns; begin += kRotaryStrip) {
     const int64_t size = columns - begin < kRotaryStrip ? columns - begin : kRotaryStrip;
     rotary_make_factors<C>(table, shape, at, inverse, begin, size, factors);
     body(factors, begin, size);

@@ -13,15 +13,15 @@
 // Rows too long for either (no clusters, or beyond what eight blocks hold) are streamed: read several times,
 // mostly from cache.
 //
-// Which thread has which columns, and so the order of every sum, does not depend on alignment, but for a backward
-// whose unaligned rows are cut over more blocks: with kAligned every row of every tensor starts and ends on a
-// 16-byte boundary; without, vectors are put together from two aligned blocks (common/vector.h).
+// Which thread has which columns, and so the order of every sum, does not depend on alignment: with kAligned every
+// row of every tensor starts and ends on a 16-byte boundary; without, vectors are put together from two aligned
+// blocks (common/vector.h).
 #include "norm/ada_norm.h"
 
 #include <type_traits>
 
 #include "common/dispatch.h"
-#include "common/divide.h"
+#include "common/quotient.h"
 #include "common/reduce.h"
 #include "common/vector.h"
 #include "norm/ada_norm_policy.h"
@@ -148,15 +148,15 @@ struct RowStatistics {
   }
 };
 
-// (value - mean) * rstd, of which half types do not see how it is rounded.
-template <typename T>
+// (value - mean) * rstd. NOTE: not as value * rstd - mean * rstd, which one instruction would do: of a row whose
+// elements are all alike that leaves the rounding of mean * rstd, which may be any number.
 struct Normalise {
   float mean, rstd, offset;
 
   __device__ __forceinline__ Normalise(float mean_, float rest, float rstd_)
-      : mean(mean_), rstd(rstd_), offset(-(kNeedsRest<T> ? rest : mean_) * rstd_) {}
+      : mean(mean_), rstd(rstd_), offset(-rest * rstd_) {}
   __device__ __forceinline__ float operator()(float value) const {
-    return fmaf(kNeedsRest<T> ? value - mean : value, rstd, offset);
+    return fmaf(value - mean, rstd, offset);
   }
 };
 
@@ -165,7 +165,7 @@ template <typename T, int N>
 __device__ __forceinline__ void normalise(const Vector<T, N>& s, const RowStatistics& statistics,
                                           float (&values)[N]) {
   s.to_floats(values);
-  const Normalise<T> normalised(statistics.mean, statistics.rest, statistics.rstd);
+  const Normalise normalised(statistics.mean, statistics.rest, statistics.rstd);
 #pragma unroll
   for (int k = 0; k < N; ++k) values[k] = normalised(values[k]);
 }
@@ -207,6 +207,7 @@ struct PackedModulation {
 };
 
 // out = (xhat * weight + bias) * (scale_offset + scale) + shift, of N columns; aligned, inside the row.
+// NOTE: spelled out, so that every kernel rounds alike.
 template <bool kAligned, typename T, int N>
 __device__ __forceinline__ Vector<T, N> modulated(const Vector<T, N>& s,
                                                   const RowStatistics& statistics,
@@ -227,12 +228,12 @@ __device__ __forceinline__ Vector<T, N> modulated(const Vector<T, N>& s,
   if (p.weight.data != nullptr) {
     load_or_zero(Values<T>(p.weight.data, p.weight.dtype), other);
 #pragma unroll
-    for (int k = 0; k < N; ++k) values[k] *= other[k];
+    for (int k = 0; k < N; ++k) values[k] = __fmul_rn(values[k], other[k]);
   }
   if (p.bias.data != nullptr) {
     load_or_zero(Values<T>(p.bias.data, p.bias.dtype), other);
 #pragma unroll
-    for (int k = 0; k < N; ++k) values[k] += other[k];
+    for (int k = 0; k < N; ++k) values[k] = __fadd_rn(values[k], other[k]);
   }
   load_or_zero(scale, factors);
   load_or_zero(shift, other);
@@ -607,7 +608,7 @@ struct RowsToCopy {
 //
 // [stage][tensor][vector][thread] are the rows under way, and behind them what is multiplied with grad_out.
 template <typename T, bool kResidual, bool kByRow, bool kAligned>
-__global__ void __launch_bounds__(ada_norm_backward_threads(kAligned), 1)
+__global__ void __launch_bounds__(kAdaNormThreads, 1)
     ada_norm_backward_kernel(const AdaNormBackward p, const int cluster, const int stages) {
   constexpr int N = 16 / sizeof(T);
   constexpr int kVectors = kAdaNormColumns / N;
@@ -730,10 +731,10 @@ __global__ void __launch_bounds__(ada_norm_backward_threads(kAligned), 1)
     const float rstd = row_inside ? next_statistics.y : 0.0f;
     if (turn + 1 < turns_inside) next_statistics = load_statistics(p, row + row_step);
     if (kByRow && p.scale_by_row && row_inside) load_factors(row);
-    const Normalise<T> normalised(mean, 0.0f, rstd);
+    const Normalise normalised(mean, 0.0f, rstd);
 
     // The row's part of the sums of columns; g = grad_out * factor and xhat, which are kept; mean(g) and
-    // mean(g * xhat). Behind the row's end all are zero, as grad_out is.
+    // mean(g * xhat). Behind the row's end grad_out is zero, and with it all that is added up.
     // NOTE: unaligned, all lanes of a warp store together; rows behind the last are zero.
     float g[kVectors][N], xhat[kVectors][N], sums[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -756,6 +757,8 @@ __global__ void __launch_bounds__(ada_norm_backward_threads(kAligned), 1)
       }
 #pragma unroll
       for (int k = 0; k < N; ++k) {
+        // NOTE: where there is no row, its zeros have met the scale of another, which may be infinite.
+        if (!row_inside) a[k] = 0.0f;
         of_a[j][k] += a[k];
         of_c[j][k] = fmaf(a[k], xhat[j][k], of_c[j][k]);
       }
@@ -858,8 +861,8 @@ __global__ void __launch_bounds__(ada_norm_backward_threads(kAligned), 1)
   }
 }
 
-// The gradients of rows of any length and alignment, one a block, read twice. mean(g) and mean(g * xhat) of each row are left
-// behind the partial sums.
+// The gradients of rows of any length and alignment, one a block, read twice. mean(g) and mean(g * xhat) of each
+// row are left behind the partial sums.
 template <typename T>
 __global__ void __launch_bounds__(kAdaNormThreads, 1)
     ada_norm_backward_streamed_kernel(const AdaNormBackward p, float2* means) {
@@ -1168,8 +1171,13 @@ gpuError launch_backward_streamed(const AdaNormBackward& p, const AdaNormBackwar
   float2* means = nullptr;
   if (p.partials != nullptr)
     means = reinterpret_cast<float2*>(p.partials) + ceil_div(parts * p.partial_rows * p.dim, 2);
-  const gpuError error = gpu_launch(&ada_norm_backward_streamed_kernel<T>, dim3(p.rows),
-                                    dim3(policy.row.threads_per_row), 0, 1, stream, p, means);
+  gpuError error = gpuSuccess;
+  // Sums of columns alone need nothing of it; those of the gate come with a gradient of the gate.
+  if (p.grad_x != nullptr || p.grad_residual != nullptr || p.grad_gate != nullptr ||
+      p.scale_by_row) {
+    error = gpu_launch(&ada_norm_backward_streamed_kernel<T>, dim3(p.rows),
+                       dim3(policy.row.threads_per_row), 0, 1, stream, p, means);
+  }
   if (error != gpuSuccess || p.partials == nullptr) return error;
   return gpu_launch(&ada_norm_backward_streamed_sums_kernel<T>,
                     dim3(parts * ceil_div(p.dim, kAdaNormStreamedThreads)),

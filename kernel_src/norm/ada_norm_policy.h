@@ -1,5 +1,5 @@
 // How the kernels of layer_norm and the adaptive norms are laid out on a GPU: pure functions of the device, the
-// element types and the shape.
+// element types, the shape, and which tensors there are.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,10 @@ namespace fuselage {
 
 constexpr int kAdaNormThreads = 512;  // of a block, at most
 
-// Of a block of the backward, at most: unaligned rows need more registers.
-constexpr int ada_norm_backward_threads(bool aligned) { return aligned ? kAdaNormThreads : 384; }
-
 // The most vectors of a row in a thread of the forward: of x, or of x and residual.
 constexpr int ada_norm_vectors(bool residual) { return residual ? 2 : 4; }
 
-// Threads for which a multiprocessor has registers in every forward kernel.
+// Threads for which a multiprocessor has registers in the aligned forward kernels of one row a thread.
 constexpr int kAdaNormResidentThreads = 1024;
 
 // How many vectors a thread has does not change the order of a row's sum (row_sum_of_vectors), so it may
@@ -83,7 +80,7 @@ inline AdaNormBackwardPolicy ada_norm_backward_policy(const DeviceInfo& device, 
   const int bytes_per_thread = tensors * kAdaNormColumns * dtype_size(p.dtype);  // of a stage
   const int factor_bytes = kAdaNormColumns * static_cast<int>(sizeof(float));    // of a thread
   // Where shared memory is small, blocks have fewer threads.
-  int block_threads = ada_norm_backward_threads(aligned);
+  int block_threads = kAdaNormThreads;
   while (block_threads > kWarpSize &&
          block_threads * (bytes_per_thread + factor_bytes) > shared_bytes)
     block_threads -= kWarpSize;

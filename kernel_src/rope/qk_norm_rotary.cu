@@ -2,8 +2,8 @@
 //
 // The threads of a row (up to a warp, or whole warps) hold a head; in the forward up to four heads of a
 // token, all of q or all of k, that share cos, sin and weight. A head is read once, with 16-byte loads that
-// are all issued before the first use. As in rotary.cu, cos, sin and weight are there for four columns at a time. A thread has both elements of every pair, so the rotation needs no
-// exchange between threads.
+// are all issued before the first use; cos, sin and weight are there for four of its columns at a time. A thread
+// has both elements of every pair, so the rotation needs no exchange between threads.
 //
 // The backward is a persistent grid, first over the heads of q, then over those of k. A thread keeps the
 // weight gradient of its columns in registers; blocks leave one row of float32 partial sums each, which a
@@ -55,8 +55,8 @@ __device__ __forceinline__ void item_factors(const void* weight, DType weight_dt
       first.to_floats(f1);
       second.to_floats(f2);
     } else {
-      table_columns<false>(row + item.first, column, item.first_size, f1);
-      table_columns<false>(row + item.second, column, item.second_size, f2);
+      unaligned_columns(row + item.first, column, item.first_size, f1);
+      unaligned_columns(row + item.second, column, item.second_size, f2);
     }
   };
   if (weight == nullptr) {
@@ -370,7 +370,8 @@ bool is_aligned(const QkNormRotary& p) {
            (aligned_heads(s.x, p.shape.dtype, vector) &&
             aligned_heads(s.out, p.shape.dtype, vector) && aligned_weight(s.weight));
   };
-  return aligned_shape(p.shape, vector) && aligned_table(p.table) && side(p.q) && side(p.k);
+  return aligned_shape(p.shape, vector) && aligned_table(p.table, kRotaryVector) && side(p.q) &&
+         side(p.k);
 }
 
 bool is_aligned(const QkNormRotaryBackward& p) {
@@ -381,7 +382,9 @@ bool is_aligned(const QkNormRotaryBackward& p) {
             aligned_heads(s.grad_out, p.shape.dtype, vector) &&
             aligned_heads(s.grad_x, p.shape.dtype, vector) && aligned_weight(s.weight));
   };
-  return aligned_shape(p.shape, vector) && aligned_table(p.table) && side(p.q) && side(p.k);
+  return aligned_shape(p.shape, vector) &&
+         aligned_table(p.table, static_cast<int>(16 / dtype_size(p.table.dtype))) && side(p.q) &&
+         side(p.k);
 }
 
 }  // namespace

@@ -77,7 +77,8 @@ bool is_aligned(const Rotary& p) {
     return s.heads == 0 || (aligned_heads(s.x, p.shape.dtype, kRotaryVector) &&
                             aligned_heads(s.out, p.shape.dtype, kRotaryVector));
   };
-  return aligned_shape(p.shape, kRotaryVector) && aligned_table(p.table) && side(p.q) && side(p.k);
+  return aligned_shape(p.shape, kRotaryVector) && aligned_table(p.table, kRotaryVector) &&
+         side(p.q) && side(p.k);
 }
 
 }  // namespace
@@ -90,6 +91,8 @@ const char* rotary(const Rotary& p, int device, void* stream) {
   const RotaryPolicy policy =
       rotary_policy(device_info(device), p.shape, p.q.heads + p.k.heads, with_rest, aligned);
   const int64_t tokens = p.shape.batch * p.shape.tokens;
+  if (policy.blocks_per_token > kMostBlocksOfToken)
+    return "all heads of a token have too many elements for one launch";
   const dim3 grid(ceil_div(tokens, policy.tokens_per_block), policy.blocks_per_token);
   const dim3 block(policy.threads_per_token, policy.tokens_per_block);
   return dispatch_heads(p.shape, aligned, [&](auto tag, auto pairs, auto is_aligned) {

@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "common/dispatch.h"
-#include "common/divide.h"
+#include "common/quotient.h"
 #include "common/vector.h"
 #include "rope/rotary_policy.h"
 
@@ -53,16 +53,14 @@ __device__ __forceinline__ T* head_of(const Heads& heads, const Token& at, int64
          at.token * heads.token_stride + head * heads.head_stride;
 }
 
-// Columns [column, column + N) of a table's row of `size`; zero behind its end.
-template <bool kAligned, int N, typename C>
-__device__ __forceinline__ void table_columns(const C* row, int column, int size,
-                                              float (&values)[N]) {
+// Columns [column, column + N) of a row of `size` that starts anywhere; zero behind its end.
+template <int N, typename C>
+__device__ __forceinline__ void unaligned_columns(const C* row, int column, int size,
+                                                  float (&values)[N]) {
   using V = Vector<C, N>;
-  if (kAligned || (column + N <= size && V::shift_of(row + column) == 0)) {
-    if (column < size) {
-      V::load(row + column).to_floats(values);
-      return;
-    }
+  if (column + N <= size && V::shift_of(row + column) == 0) {
+    V::load(row + column).to_floats(values);
+    return;
   }
 #pragma unroll
   for (int i = 0; i < N; ++i) values[i] = column + i < size ? to_float(row[column + i]) : 0.0f;
@@ -87,10 +85,10 @@ __device__ __forceinline__ void table_columns(const C* cos, const C* sin, int co
     s1.to_floats(sin1);
     s2.to_floats(sin2);
   } else {
-    table_columns<false>(cos, column1, size1, cos1);
-    table_columns<false>(cos, column2, size2, cos2);
-    table_columns<false>(sin, column1, size1, sin1);
-    table_columns<false>(sin, column2, size2, sin2);
+    unaligned_columns(cos, column1, size1, cos1);
+    unaligned_columns(cos, column2, size2, cos2);
+    unaligned_columns(sin, column1, size1, sin1);
+    unaligned_columns(sin, column2, size2, sin2);
   }
 }
 
@@ -279,12 +277,12 @@ inline bool aligned_heads(const Heads& heads, DType dtype, int vector) {
          aligned_vectors(heads.data, heads.head_stride, dtype, vector);
 }
 
-// Tables are read in vectors of kRotaryVector, whatever those of the heads are.
-inline bool aligned_table(const RotaryTable& table) {
-  return aligned_vectors(table.cos, table.cos_stride, table.dtype, kRotaryVector) &&
-         aligned_vectors(table.cos, table.cos_batch_stride, table.dtype, kRotaryVector) &&
-         aligned_vectors(table.sin, table.sin_stride, table.dtype, kRotaryVector) &&
-         aligned_vectors(table.sin, table.sin_batch_stride, table.dtype, kRotaryVector);
+// Tables are read in vectors of so many elements, whatever those of the heads are.
+inline bool aligned_table(const RotaryTable& table, int vector) {
+  return aligned_vectors(table.cos, table.cos_stride, table.dtype, vector) &&
+         aligned_vectors(table.cos, table.cos_batch_stride, table.dtype, vector) &&
+         aligned_vectors(table.sin, table.sin_stride, table.dtype, vector) &&
+         aligned_vectors(table.sin, table.sin_batch_stride, table.dtype, vector);
 }
 
 template <Pairs kPairs>

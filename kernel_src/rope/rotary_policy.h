@@ -46,6 +46,7 @@ inline HeadLayout head_layout(const RotaryShape& shape, int64_t vector, bool wit
 }
 
 constexpr int kRotaryThreads = 256;
+constexpr int64_t kMostBlocksOfToken = 65535;  // of a grid's second dimension
 
 struct RotaryPolicy {
   HeadLayout layout;
@@ -100,7 +101,8 @@ inline RotaryPolicy rotary_policy(const DeviceInfo& device, const RotaryShape& s
 // backward, which keeps more in registers.
 constexpr int kQkNormThreads = 256;  // as the kernels' launch bounds
 
-// Two vectors of four columns a thread, less what whole warps of either part may waste.
+// Two vectors of float32 a thread, less what whole warps of either part may waste. Half types stop there too: no
+// model has longer heads.
 inline int64_t qk_norm_max_dim(const RotaryShape& shape) {
   return shape.dtype == DType::float32 && shape.rotary_dim < shape.dim ? 1536 : 2048;
 }

@@ -201,6 +201,19 @@ def test_a_large_mean_costs_no_accuracy(fuselage, device, dtype, mean, dim):
     assert (actual.double() - expected).abs().max() <= 0.02 + 2**-21 * terms.max()
 
 
+@pytest.mark.parametrize("value", [991.0, 997.5, 3008.0, 9.9766, -0.1])
+def test_rows_of_equal_elements_are_zero(fuselage, device, value):
+    """What is left of the deviations from their mean would be made a number of any size by rstd."""
+    for dtype in DTYPES:
+        for dim in (1, 64, 512, 4096):
+            # Few bits, so that their sum is exact.
+            x = torch.full((3, dim), value, dtype=torch.float16, device=device).to(dtype)
+            bias = normal((dim,), dtype, device)
+            for eps in (1e-5, 1e-12):
+                out = fuselage.layer_norm(x, None, bias, eps)
+                assert_same_bits(out, bias.expand(3, dim), f"{dtype} {dim} {eps}")
+
+
 @each_adaptive
 @pytest.mark.parametrize("form", ["batch", "row"])
 def test_accuracy_is_no_worse_than_pytorchs(fuselage, device, op, form):
@@ -363,6 +376,8 @@ def test_the_module_is_like_torchs(fuselage, device, options):
             torch.testing.assert_close(
                 actual / scale, expected / scale, rtol=tolerance, atol=tolerance
             )
+        with pytest.raises(RuntimeError, match="48"):
+            ours(x[..., :48])
     fresh = fuselage.modules.LayerNorm(8, device=device)
     assert torch.equal(fresh.weight, torch.ones_like(fresh.weight)) and not fresh.bias.any()
     assert "eps=1e-05" in repr(fresh)
@@ -378,6 +393,9 @@ def test_the_modules_of_adaptive_norms(fuselage, device):
     plain = fuselage.modules.AdaRMSNorm(96, eps=1e-5)
     expected = fuselage.ada_rms_norm(x, scale, shift, eps=1e-5)
     assert_same_bits(plain(x, scale, shift), expected, "AdaRMSNorm")
+    for module in (fuselage.modules.AdaLayerNorm(48), fuselage.modules.AdaRMSNorm(48)):
+        with pytest.raises(RuntimeError, match="of 48 columns"):
+            module(x, scale, shift)
     module = fuselage.modules.AdaLayerNorm(96, elementwise_affine=True, device=device)
     assert sorted(module.state_dict()) == ["bias", "weight"]
     expected = fuselage.ada_layer_norm(x, scale, shift, module.weight, module.bias)
@@ -414,6 +432,9 @@ def test_the_hub_layer(fuselage, device, compiled):
         out = call(x)
         expected = fuselage.layer_norm(x, norm.weight, norm.bias, norm.eps)
         assert_same_bits(out.detach(), expected.detach(), "out")
+        if not compiled:
+            with pytest.raises(RuntimeError, match="48"):
+                norm(x[..., :48])
     two = Norm((5, 96), device=device)
     with use_kernel_mapping({"LayerNorm": {device: layer}}, inherit_mapping=False):
         kernelize(two, mode=Mode.TRAINING, device=device, use_fallback=False)

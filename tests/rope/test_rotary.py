@@ -201,6 +201,47 @@ def test_layouts_of_tables(fuselage, device, name, dim):
 
 
 @each_name
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_gradients_of_tables_off_a_boundary(fuselage, device, name, interleaved):
+    """Rows that begin eight bytes off one of 16, each of them or the first."""
+    op, inputs = Case(interleaved=interleaved).make(name, torch.bfloat16, device)
+    grad_outs = random_grad_outs(op.run(fuselage, inputs, {}))
+
+    def run(changed):
+        leaves = {n: t.clone().requires_grad_() for n, t in inputs.items()}
+        outputs = op.run(fuselage, leaves, changed)
+        grads = torch.autograd.grad(
+            list(outputs.values()), list(leaves.values()), [grad_outs[n] for n in outputs]
+        )
+        return dict(zip(leaves, grads, strict=True))
+
+    expected = run({})
+    for change in (
+        lambda t: torch.cat((t[:, :4], t), 1)[:, 4:],
+        lambda t: torch.cat((t.new_zeros(4), t.flatten()))[4:].view_as(t),
+    ):
+        actual = run({n: change(op.defaults[n]) for n in ("cos", "sin")})
+        for label, grad in actual.items():
+            assert_same_bits(grad, expected[label], label)
+
+
+@each_name
+def test_tables_without_columns(fuselage, device, name):
+    """Nothing is rotated."""
+    op, inputs = Case(dim=8).make(name, torch.float32, device)
+    tables = {n: op.defaults[n][:, :0] for n in ("cos", "sin")}
+    whole = {n: torch.ones_like(op.defaults[n]) * (n == "cos") for n in ("cos", "sin")}
+    outputs, expected = op.run(fuselage, inputs, tables), op.run(fuselage, inputs, whole)
+    for label, output in outputs.items():
+        assert_same_bits(output, expected[label], label)
+    if name == "apply_rotary":
+        written = {n: t.clone() for n, t in inputs.items()}
+        replace(op, name="apply_rotary_").run(fuselage, written, tables)
+        for label, tensor in written.items():
+            assert_same_bits(tensor, inputs[label], label)
+
+
+@each_name
 @pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (2, 3, 2, 0)], ids=str)
 def test_empty(fuselage, device, name, shape):
     batch, tokens, heads, dim = shape
@@ -535,7 +576,17 @@ def test_bad_inputs(fuselage, device, name):
         ({"position_ids": ids.expand(2, 2, 5)}, "`position_ids`", r"got \[2, 2, 5\]"),
         ({"position_ids": ids, "offset": 1}, "`position_ids` and `offset` must not both"),
         ({"position_ids": ids, "cos": cos[None], "sin": sin[None]}, "`cos`", r"\[positions"),
-        ({"offset": 1}, "`cos` must have 6 rows or more", r"got \[5, 8\]"),
+        (
+            {"offset": 1},
+            "`cos` must have a row for each token, for an offset of 1",
+            r"got \[5, 8\]",
+        ),
+        ({"offset": 2**63 - 2}, "an offset of 9223372036854775806 and 5 tokens"),
+        (
+            {"position_ids": ids, "cos": cos[:0], "sin": sin[:0]},
+            "`cos` must have rows",
+            r"\[0, 8\]",
+        ),
         ({"offset": -1}, "an offset of -1"),
         ({"offset": ids[0, :3]}, r"`offset` must be an int, or have shape \[1\] or \[2\]"),
         ({"offset": ids[0, :2].float()}, "`offset` must be int64 or int32, got Float"),
@@ -630,6 +681,29 @@ def test_in_place_of_a_packed_projection(fuselage, device):
             assert_same_bits(parts[2], before, "v")
 
 
+def test_in_place_of_heads_packed_together(fuselage, device):
+    """As GPT-NeoX has them: q, k and v of a head side by side."""
+    op, _ = Case(3, 5, 4, 4, 8).make("apply_rotary", torch.float32, device)
+    packed = normal((3, 5, 4, 24), torch.float32, device)
+    q, k, v = packed.split(8, dim=-1)
+    before = v.clone()
+    expected = op.run(fuselage, {"q": q, "k": k}, {})
+    replace(op, name="apply_rotary_").run(fuselage, {"q": q, "k": k}, {})
+    assert_same_bits(q, expected["q_out"], "q")
+    assert_same_bits(k, expected["k_out"], "k")
+    assert_same_bits(v, before, "v")
+
+
+def test_in_place_of_a_lazy_copy(fuselage, device):
+    op, inputs = Case().make("apply_rotary", torch.float32, device)
+    kept = {n: t.clone() for n, t in inputs.items()}
+    copies = {n: torch._lazy_clone(t) for n, t in inputs.items()}
+    replace(op, name="apply_rotary_").run(fuselage, copies, {})
+    for label, tensor in kept.items():
+        assert_same_bits(inputs[label], tensor, label)
+        assert not torch.equal(copies[label], tensor)
+
+
 @pytest.mark.kernels_ci
 def test_in_place_refuses(fuselage, device):
     op, inputs = Case(2, 5, 4, 4, 8).make("apply_rotary", torch.float32, device)
@@ -637,12 +711,14 @@ def test_in_place_refuses(fuselage, device):
     q = inputs["q"]
     kept = {n: t.clone() for n, t in inputs.items()}
     packed = normal((2, 5, 6, 8), torch.float32, device)
+    wide = normal((2, 5, 4, 16), torch.float32, device)
     for wrong, word in (
         ({"q": q[:, :, :1].expand(2, 5, 4, 8)}, "`q` is written in place"),
         ({"k": q[:1].expand(2, 5, 4, 8)}, "`k` is written in place"),
         ({"q": normal((2, 5, 4, 16), torch.float32, device)[..., ::2]}, "`q` is written in place"),
         ({"q": q, "k": q}, "`q` and `k` are both written"),
         ({"q": packed[:, :, :4], "k": packed[:, :, 2:]}, "`q` and `k` are both written"),
+        ({"q": wide[..., :8], "k": wide[..., 4:12]}, "`q` and `k` are both written"),
     ):
         with pytest.raises(RuntimeError, match=word):
             op.run(fuselage, {**inputs, **wrong}, {})

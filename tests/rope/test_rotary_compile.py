@@ -121,6 +121,22 @@ def test_compile_in_place(fuselage, device):
         assert_same_bits(inputs[name[0]], expected[name], name)
 
 
+def test_compiled_offsets_are_checked(fuselage, device):
+    """Traced, the offset does not reach the op, which would have checked it."""
+    op, inputs = Case(positions="offset").make("apply_rotary", torch.float32, device)
+    q, cos, sin = inputs["q"], op.defaults["cos"], op.defaults["sin"]
+    compiled = torch.compile(
+        lambda options: fuselage.apply_rotary(q, None, cos, sin, **options), backend="eager"
+    )
+    ids = torch.zeros(5, dtype=torch.int64, device=device)
+    for options, word in (
+        ({"offset": -3}, "negative, got -3|an offset of -3"),
+        ({"offset": 1, "position_ids": ids}, "must not both be given"),
+    ):
+        with pytest.raises(RuntimeError, match=word):
+            compiled(options)
+
+
 def test_export(fuselage, device):
     op, inputs = Case().make("apply_rotary", torch.bfloat16, device)
 

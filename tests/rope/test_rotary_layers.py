@@ -135,6 +135,11 @@ def test_the_layer(fuselage, device):
             expected = function(*arguments, unsqueeze_dim=heads_dim)
             for ours, theirs in zip(layer()(*arguments, heads_dim), expected, strict=True):
                 torch.testing.assert_close(ours, theirs)
+    op, inputs = Case(heads_dim=1).make("apply_rotary", torch.float32, device)
+    arguments = (inputs["q"], inputs["k"], op.defaults["cos"], op.defaults["sin"])
+    expected = functions[False](*arguments, unsqueeze_dim=0)
+    for ours, theirs in zip(layer()(*arguments, 0), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
     halves = [t.half() for t in arguments[2:]]
-    for ours in layer()(*arguments[:2], *halves, 2):
+    for ours in layer()(*arguments[:2], *halves, 1):
         assert ours.dtype == torch.float32

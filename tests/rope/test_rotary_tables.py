@@ -44,6 +44,11 @@ def test_wan(fuselage, device, dim):
                 torch.testing.assert_close(sin[token, start + column].item(), math.sin(angle))
 
 
+def test_wan_heads_are_even(fuselage, device):
+    with pytest.raises(ValueError, match="`dim` must be even, got 15"):
+        fuselage.wan_rotary_tables(3, 4, 5, 15, device=device)
+
+
 def test_like_diffusers(fuselage, device):
     ltx = pytest.importorskip("diffusers.models.transformers.transformer_ltx")
     wan = pytest.importorskip("diffusers.models.transformers.transformer_wan")

@@ -8,7 +8,7 @@ namespace {
 
 // ---- heads ----
 
-// The dimension of a tensor that counts heads, tokens: where there is none, -1.
+// The dimensions of a tensor that count tokens and heads; -1 where it has none of heads.
 struct Dims {
   int64_t tokens, heads;
 };
@@ -41,9 +41,18 @@ int64_t heads_of(const Tensor& tensor, const Dims& dims) {
   return dims.heads < 0 ? 1 : tensor.size(dims.heads);
 }
 
-Heads view_of(const Tensor& tensor, const Dims& dims) {
-  return {const_cast<void*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(dims.tokens),
+Heads view_of(const Tensor& tensor, const Dims& dims, void* data) {
+  return {data, tensor.stride(0), tensor.stride(dims.tokens),
           dims.heads < 0 ? 0 : tensor.stride(dims.heads)};
+}
+
+Heads view_to_read(const Tensor& tensor, const Dims& dims) {
+  return view_of(tensor, dims, const_cast<void*>(tensor.const_data_ptr()));
+}
+
+// NOTE: what is written must be asked for as such: a lazy copy gets its own memory then.
+Heads view_to_write(const Tensor& tensor, const Dims& dims) {
+  return view_of(tensor, dims, tensor.mutable_data_ptr());
 }
 
 // Reads the tensor in place where the elements of a head are adjacent, and copies it otherwise.
@@ -160,12 +169,14 @@ Positions check_positions(const char* op, const char* q_name, const Tensor& q, c
         " (a longer table takes position_ids or an offset, which may be 0), got ", shape_of(cos));
     table.rows = shape.tokens;
   }
+  FUSELAGE_CHECK(op, table.rows > 0 || shape.batch * shape.tokens == 0,
+                 "`cos` must have rows, got ", shape_of(cos));
   check_shape(op, q_name, q, cos, options, shape, table);
 
   table.step = options.position_ids.has_value() ? 0 : 1;
   table.offset = options.offset.value_or(0);
   FUSELAGE_CHECK(op,
-                 !options.position_ids.has_value() || !indexed ||
+                 !options.position_ids.has_value() ||
                      (!options.offsets.has_value() && !options.offset.has_value()),
                  "`position_ids` and `offset` must not both be given");
   if (options.position_ids.has_value()) {
@@ -195,10 +206,9 @@ Positions check_positions(const char* op, const char* q_name, const Tensor& q, c
     table.narrow_positions = offsets.scalar_type() == ScalarType::Int;
     table.position_batch_stride = offsets.size(0) == 1 ? 0 : offsets.stride(0);
   } else {
-    FUSELAGE_CHECK(op, table.offset >= 0 && table.offset + shape.tokens <= table.rows,
-                   "`cos` must have ", table.offset + shape.tokens,
-                   " rows or more, for an offset of ", table.offset, " and ", shape.tokens,
-                   " tokens, got ", shape_of(cos));
+    FUSELAGE_CHECK(op, table.offset >= 0 && table.offset <= table.rows - shape.tokens,
+                   "`cos` must have a row for each token, for an offset of ", table.offset, " and ",
+                   shape.tokens, " tokens, got ", shape_of(cos));
   }
   found.cos = table_of(cos, options.heads_dim);
   found.sin = table_of(sin, options.heads_dim);
@@ -249,6 +259,7 @@ void run(const char* op, const Rotary& p, const Tensor& q) {
     return;
   }
 #if defined(FUSELAGE_GPU)
+  if (p.in_place && p.shape.rotary_dim == 0) return;
   const int32_t device = q.get_device_index();
   const OnDevice on_device(device);
   const char* error = gpu::rotary(p, device, on_device.stream());
@@ -268,14 +279,14 @@ std::tuple<Tensor, Tensor> rotated(const char* op, const char* q_name, const Ten
   p.inverse = inverse;
   const Tensor q_heads = with_heads(q);
   Tensor q_out = empty_heads(q_heads);
-  p.q = {view_of(q_heads, dims), view_of(q_out, dims), heads_of(q, dims)};
+  p.q = {view_to_read(q_heads, dims), view_to_write(q_out, dims), heads_of(q, dims)};
   if (!k.has_value()) {
     run(op, p, q);
     return {q_out, no_tensor(q)};
   }
   const Tensor k_heads = with_heads(*k);
   Tensor k_out = empty_heads(k_heads);
-  p.k = {view_of(k_heads, dims), view_of(k_out, dims), heads_of(*k, dims)};
+  p.k = {view_to_read(k_heads, dims), view_to_write(k_out, dims), heads_of(*k, dims)};
   run(op, p, q);
   return {q_out, k_out};
 }
@@ -289,6 +300,7 @@ struct Extent {
 // Whether elements of a head are adjacent and no two places of the tensor are one: every stride reaches over
 // all that lies within it.
 bool writable(const Tensor& tensor) {
+  if (tensor.numel() == 0) return true;
   const int64_t last = tensor.dim() - 1;
   if (tensor.size(last) > 1 && tensor.stride(last) != 1) return false;
   Extent extents[3];
@@ -320,8 +332,8 @@ bool may_overlap(const Tensor& a, const Tensor& b, const Dims& dims) {
       static_cast<const char*>(b.const_data_ptr()) - static_cast<const char*>(a.const_data_ptr());
   if (bytes >= span_of(a, 0) * size || -bytes >= span_of(b, 0) * size) return false;
   if (bytes % size != 0) return true;
-  // One may lie in the gaps of the other, as the parts of a packed projection do: sequence by sequence, or
-  // token by token.
+  // One may lie in the gaps of the other, as the parts of a packed projection do: sequence by sequence, token by
+  // token, or head by head.
   const auto apart = [&](int64_t rows, int64_t a_stride, int64_t b_stride, int64_t a_span,
                          int64_t b_span) {
     if (rows <= 1 || a_stride != b_stride) return false;
@@ -336,9 +348,21 @@ bool may_overlap(const Tensor& a, const Tensor& b, const Dims& dims) {
     const int64_t heads = dims.heads < 0 ? 0 : (t.size(dims.heads) - 1) * t.stride(dims.heads);
     return heads + t.size(t.dim() - 1);
   };
-  return !(one_stride(a) && one_stride(b) &&
-           apart(a.size(0) * a.size(dims.tokens), a.stride(dims.tokens), b.stride(dims.tokens),
-                 token_span(a), token_span(b)));
+  if (one_stride(a) && one_stride(b) &&
+      apart(a.size(0) * a.size(dims.tokens), a.stride(dims.tokens), b.stride(dims.tokens),
+            token_span(a), token_span(b))) {
+    return false;
+  }
+  // Where all other strides are multiples of that of heads, each head has its place between two multiples of it.
+  const int64_t stride = dims.heads < 0 ? 0 : a.stride(dims.heads);
+  const auto on_grid = [&](const Tensor& t) {
+    for (int64_t i = 0; i < t.dim() - 1; ++i) {
+      if (t.size(i) > 1 && t.stride(i) % stride != 0) return false;
+    }
+    return true;
+  };
+  const int64_t dim = a.size(a.dim() - 1);
+  return !(stride > 0 && on_grid(a) && on_grid(b) && apart(2, stride, stride, dim, dim));
 }
 
 // ---- qk_norm_rotary ----
@@ -416,12 +440,14 @@ void apply_rotary_(const Tensor& q, const OptionalTensor& k, const Tensor& cos, 
   };
   const auto is_empty = [](const Tensor& tensor) { return tensor.numel() == 0; };
   check_writable("q", q);
-  p.q = {view_of(q, dims), view_of(q, dims), heads_of(q, dims)};
+  const Heads q_heads = view_to_write(q, dims);
+  p.q = {q_heads, q_heads, heads_of(q, dims)};
   if (k.has_value()) {
     check_writable("k", *k);
     FUSELAGE_CHECK(op, is_empty(q) || is_empty(*k) || !may_overlap(q, *k, dims),
                    "`q` and `k` are both written and must not share memory; pass a copy of one");
-    p.k = {view_of(*k, dims), view_of(*k, dims), heads_of(*k, dims)};
+    const Heads k_heads = view_to_write(*k, dims);
+    p.k = {k_heads, k_heads, heads_of(*k, dims)};
   }
   run(op, p, q);
 }
@@ -448,15 +474,15 @@ std::tuple<Tensor, Tensor> qk_norm_rotary(
   p.cast_before_weight = cast_before_weight;
   const Tensor q_heads = with_heads(q);
   const Tensor q_out = empty_heads(q_heads);
-  p.q.x = view_of(q_heads, dims);
-  p.q.out = view_of(q_out, dims);
+  p.q.x = view_to_read(q_heads, dims);
+  p.q.out = view_to_write(q_out, dims);
   p.q.heads = heads_of(q, dims);
   set_weight(p.q, checked_q_weight, p.shape.dtype);
   OptionalTensor k_heads;
   const Tensor k_out = k.has_value() ? empty_heads(*(k_heads = with_heads(*k))) : no_tensor(q);
   if (k.has_value()) {
-    p.k.x = view_of(*k_heads, dims);
-    p.k.out = view_of(k_out, dims);
+    p.k.x = view_to_read(*k_heads, dims);
+    p.k.out = view_to_write(k_out, dims);
     p.k.heads = heads_of(*k, dims);
     set_weight(p.k, checked_k_weight, p.shape.dtype);
   }
@@ -521,9 +547,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> qk_norm_rotary_bwd(
     Side made{with_heads(x), with_heads(grad_out), no_tensor(q), no_tensor(q)};
     if (needs_x) made.grad_x = empty_heads(made.x);
     if (needs_weight) made.grad_weight = empty_like(*weight, weight->scalar_type());
-    side.x = view_of(made.x, dims);
-    side.grad_out = view_of(made.grad_out, dims);
-    if (needs_x) side.grad_x = view_of(made.grad_x, dims);
+    side.x = view_to_read(made.x, dims);
+    side.grad_out = view_to_read(made.grad_out, dims);
+    if (needs_x) side.grad_x = view_to_write(made.grad_x, dims);
     if (needs_weight) side.grad_weight = made.grad_weight.mutable_data_ptr();
     side.heads = heads_of(x, dims);
     set_weight(side, weight, p.shape.dtype);

@@ -150,7 +150,8 @@ def gate_residual_ada_norm(
         out          = ada_layer_norm(new_residual, scale, shift, weight, bias, eps)
 
     The sum is computed in float32 and rounded to the activations' dtype before it is normalised, as
-    in `fused_add_rms_norm`: `out` has the bits of `ada_layer_norm(new_residual, ...)`.
+    in `fused_add_rms_norm`: `out` is `ada_layer_norm(new_residual, ...)`, bit for bit up to 4096
+    columns. Longer rows may be added up in another order there.
 
     Args:
         x: `[batch, ..., dim]`, float16, bfloat16 or float32: the result of attention or MLP.

@@ -63,6 +63,11 @@ class LayerNorm(torch.nn.Module):
                 "fuselage: LayerNorm normalises the last dimension alone, got normalized_shape "
                 f"{tuple(self.normalized_shape)}"
             )
+        if input.shape[-1:] != tuple(self.normalized_shape):
+            raise RuntimeError(
+                f"fuselage: LayerNorm of normalized_shape {tuple(self.normalized_shape)} got an "
+                f"input of shape {tuple(input.shape)}"
+            )
         return layer_norm(input, self.weight, self.bias, self.eps)
 
 
@@ -101,7 +106,9 @@ class RotaryPosEmb(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if cos.dtype != q.dtype:
             cos, sin = cos.float(), sin.float()
-        return apply_rotary(q, k, cos, sin, heads_dim=unsqueeze_dim, rotary_dim=q.shape[-1])
+        # Pixtral's tables have no batch: theirs broadcast behind the heads.
+        heads_dim = 1 if unsqueeze_dim == 0 and cos.dim() == 2 else unsqueeze_dim
+        return apply_rotary(q, k, cos, sin, heads_dim=heads_dim, rotary_dim=q.shape[-1])
 
 
 # Activations: the layers of transformers.activations, which have no attributes to read.

@@ -129,7 +129,16 @@ class LayerNorm(torch.nn.Module):
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
+    def _check_dim(self, x: torch.Tensor) -> None:
+        # Without a weight nothing else would tell.
+        if x.shape[-1:] != (self.dim,):
+            raise RuntimeError(
+                f"fuselage: {type(self).__name__} of {self.dim} columns got an input of shape "
+                f"{tuple(x.shape)}"
+            )
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._check_dim(x)
         return layer_norm(x, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
@@ -153,6 +162,7 @@ class AdaLayerNorm(LayerNorm):
     def forward(
         self, x: torch.Tensor, scale: Optional[torch.Tensor], shift: Optional[torch.Tensor]
     ) -> torch.Tensor:
+        self._check_dim(x)
         return ada_layer_norm(x, scale, shift, self.weight, self.bias, self.eps)
 
 
@@ -170,6 +180,7 @@ class AdaRMSNorm(LayerNorm):
     def forward(
         self, x: torch.Tensor, scale: Optional[torch.Tensor], shift: Optional[torch.Tensor]
     ) -> torch.Tensor:
+        self._check_dim(x)
         return ada_rms_norm(x, scale, shift, self.weight, self.eps)
 
 

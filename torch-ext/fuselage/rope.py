@@ -73,12 +73,15 @@ def apply_rotary(
     Raises:
         RuntimeError: A wrong dtype, shape or device, naming the argument, what it must be and what
             it is; a cos or sin that requires a gradient. A position outside the table raises on the
-            CPU. On a GPU, which cannot raise, the token's results are NaN.
+            CPU. On a GPU, whose kernel finds it, what is rotated of that token becomes NaN; an
+            `offset` that is an int raises there too.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
     _no_table_gradient("apply_rotary", cos, sin)
-    offsets, offset, cos, sin = _positions(q, cos, sin, heads_dim, offset)
+    offsets, offset, cos, sin = _positions(
+        "apply_rotary", q, cos, sin, heads_dim, position_ids, offset
+    )
     args = (q, k, cos, sin, position_ids, offsets, offset, interleaved, heads_dim, rotary_dim)
     if needs_grad(q, k):
         if torch.compiler.is_compiling():
@@ -122,7 +125,9 @@ def apply_rotary_(
             "fuselage::apply_rotary_: writes over its inputs and has no gradient; use "
             "apply_rotary, or call it under torch.no_grad()"
         )
-    offsets, offset, cos, sin = _positions(q, cos, sin, heads_dim, offset)
+    offsets, offset, cos, sin = _positions(
+        "apply_rotary_", q, cos, sin, heads_dim, position_ids, offset
+    )
     _apply_rotary_inplace(
         q, k, cos, sin, position_ids, offsets, offset, interleaved, heads_dim, rotary_dim
     )
@@ -157,7 +162,8 @@ def qk_norm_rotary(
 
     Arithmetic is in float32, and the result is rounded once. With `cast_before_weight` the
     normalised value and `y` are rounded too, as in Qwen3 and others whose norm is Llama's: the
-    results are then those of `apply_rotary(rms_norm(x, weight, eps, cast_before_weight=True))`.
+    results are then those of `apply_rotary(rms_norm(x, weight, eps, cast_before_weight=True))`, but
+    for values so near to the middle of two that float32 rounds them the other way.
 
     Args:
         q, k: As in `apply_rotary`. On a GPU `dim` is at most 2048, or 1536 where a part of float32
@@ -180,7 +186,9 @@ def qk_norm_rotary(
     Source: the attention of Qwen3 and Flux.
     """
     _no_table_gradient("qk_norm_rotary", cos, sin)
-    offsets, offset, cos, sin = _positions(q, cos, sin, heads_dim, offset)
+    offsets, offset, cos, sin = _positions(
+        "qk_norm_rotary", q, cos, sin, heads_dim, position_ids, offset
+    )
     args = (
         *(q, k, q_weight, k_weight, cos, sin, position_ids, offsets, offset),
         *(eps, weight_offset, cast_before_weight, interleaved, heads_dim, rotary_dim),
@@ -206,14 +214,24 @@ def _no_table_gradient(op: str, cos: torch.Tensor, sin: torch.Tensor) -> None:
         )
 
 
-def _positions(q, cos, sin, heads_dim, offset):
-    """`(offsets, offset, cos, sin)`: a tensor, an int, or neither."""
+def _positions(op, q, cos, sin, heads_dim, position_ids, offset):
+    """`(offsets, offset, cos, sin)`: an offset that is a tensor, or an int, or neither.
+
+    Under torch.compile an int is spent here, on rows of cos and sin.
+    """
     if offset is None:
         return None, None, cos, sin
     if isinstance(offset, torch.Tensor):
         return offset, None, cos, sin
     if torch.compiler.is_compiling() and cos.dim() == 2:
-        # As an argument of the op the offset would be a constant of the compiled code.
+        # As an argument of the op the offset would be a constant of the compiled code. What the op
+        # would check is checked here; `narrow` refuses what reaches behind the table.
+        if position_ids is not None:
+            raise RuntimeError(
+                f"fuselage::{op}: `position_ids` and `offset` must not both be given"
+            )
+        if offset < 0:
+            raise RuntimeError(f"fuselage::{op}: `offset` must not be negative, got {offset}")
         tokens = q.shape[1] if q.dim() == 3 else q.shape[3 - heads_dim]
         return None, None, cos.narrow(0, offset, tokens), sin.narrow(0, offset, tokens)
     return None, offset, cos, sin
@@ -291,8 +309,13 @@ def wan_rotary_tables(
     Returns:
         `(cos, sin)`, both `[frames * height * width, dim]`.
 
+    Raises:
+        ValueError: An odd `dim`.
+
     Source: `WanRotaryPosEmbed` of diffusers.
     """
+    if dim % 2 != 0:
+        raise ValueError(f"wan_rotary_tables: `dim` must be even, got {dim}")
     part = 2 * (dim // 6)
     positions = [
         torch.arange(size, dtype=torch.float64, device=device) for size in (frames, height, width)
