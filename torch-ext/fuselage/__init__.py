@@ -1,5 +1,7 @@
 """fuselage: fused operators for transformers and diffusion models, forward and backward."""
 
+import importlib
+
 from . import layers, modules
 from .ada_norm import ada_layer_norm, ada_rms_norm, gate_residual_ada_norm, layer_norm
 from .gate import (
@@ -73,3 +75,10 @@ __all__ = [
     "swiglu_clamped",
     "wan_rotary_tables",
 ]
+
+
+def __getattr__(name: str):
+    """`integrations`, imported when it is first asked for."""
+    if name == "integrations":
+        return importlib.import_module(".integrations", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,594 @@
+"""integrations.transformers: the mapping for `kernelize`, and `patch`, on whole models."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPO_DIR
+from integrations.models import (
+    assert_close,
+    assert_no_farther,
+    build,
+    compiled_and_counted,
+    counted_ops,
+    half_of,
+    tokens,
+)
+from kernels import KernelizeFallback, LayerRepository, Mode, kernelize, use_kernel_mapping
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+F = nn.functional
+
+# The norm of each model, what its gated part is replaced by, and how often.
+LLAMA = "rms_norm (weight, rounded before the weight)"
+GEMMA = "rms_norm (1 + weight, rounded once)"
+ONCE = "rms_norm (weight, rounded once)"
+MODELS = {
+    "Llama": {LLAMA: 5, "swiglu": 2},
+    "Qwen3": {LLAMA: 9, "swiglu": 2},
+    "Mistral": {LLAMA: 5, "swiglu": 2},
+    "Phi": {"gelu_tanh": 2},
+    "Phi3": {LLAMA: 5, "silu_and_mul": 2},
+    "Gemma": {GEMMA: 5, "geglu (gelu_tanh)": 2},
+    "Gemma3": {GEMMA: 13, "geglu (gelu_tanh)": 2},
+    "GptOss": {ONCE: 5, "swiglu_clamped": 2},
+}
+# Whose plain model torch.compile takes whole, and one for each kind of norm and of MLP.
+COMPILED = ("Llama", "Phi3", "Gemma3")
+
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture
+def integration(fuselage):
+    return fuselage.integrations.transformers
+
+
+def values_of(report) -> dict[str, int]:
+    values = list(report.replaced.values())
+    return {what: values.count(what) for what in values}
+
+
+def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids).logits
+
+
+def loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits(model, ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+# patch: values
+
+
+@each_model
+def test_the_report_names_what_is_replaced(integration, device, name):
+    report = integration.patch(build(name, device))
+    found = {k: v for k, v in values_of(report).items() if k in MODELS[name]}
+    assert found == MODELS[name], str(report)
+    assert "replaced" in str(report) and all(what in str(report) for what in MODELS[name])
+
+
+@each_model
+def test_logits_loss_and_gradients(integration, fuselage, device, name):
+    plain = build(name, device)
+    model = copy.deepcopy(plain)
+    report = integration.patch(model)
+    ids = tokens(device=device)
+    with counted_ops(fuselage) as counts:
+        actual = loss(model, ids)
+    assert sum(counts.values()) >= sum(MODELS[name].values()), (counts, str(report))
+    expected = loss(plain, ids)
+    assert_close(logits(model, ids).detach(), logits(plain, ids).detach(), "logits")
+    assert_close(actual.detach(), expected.detach(), "loss")
+    actual.backward()
+    expected.backward()
+    for (key, theirs), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
+        if theirs.grad is None or (name == "Phi" and key.endswith("k_proj.bias")):
+            continue  # the bias of a key moves every score of a query alike: its gradient is noise
+        assert_close(parameter.grad, theirs.grad, key, tol=1e-4)
+
+
+@each_model
+def test_half_precision_does_not_drift(integration, device, name):
+    @functools.lru_cache(maxsize=1)
+    def results(seed: int):
+        torch.manual_seed(seed)
+        exact = build(name, device)
+        plain = half_of(exact)
+        ours = copy.deepcopy(plain)
+        integration.patch(ours)
+        ids = tokens(4, 32, device)
+        with torch.no_grad():
+            return [logits(model, ids) for model in (ours, plain, exact)]
+
+    assert_no_farther(*(lambda seed, i=i: results(seed)[i] for i in range(3)))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_training_follows_the_plain_curve(integration, device, name):
+    curves = []
+    plain = build(name, device)
+    ids = tokens(4, 24, device)
+    for patched in (False, True):
+        model = copy.deepcopy(plain).train()
+        if patched:
+            integration.patch(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        curve = []
+        for _ in range(25):
+            optimizer.zero_grad()
+            value = loss(model, ids)
+            value.backward()
+            optimizer.step()
+            curve.append(value.item())
+        curves.append(curve)
+    assert curves[0][-1] < 0.5 * curves[0][0]  # it learns
+    for theirs, ours in zip(*curves, strict=True):
+        assert abs(ours - theirs) <= 2e-3 * theirs, curves
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_whole(integration, fuselage, device, name):
+    plain = build(name, device)
+    model = copy.deepcopy(plain)
+    integration.patch(model)
+    ids = tokens(device=device)
+    compiled, counts = compiled_and_counted(model, fuselage)
+    actual = loss(compiled, ids)
+    assert sum(counts.values()) >= sum(MODELS[name].values()), counts
+    expected = loss(plain, ids)
+    assert_close(actual.detach(), expected.detach(), "loss")
+    actual.backward()
+    expected.backward()
+    for (key, theirs), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert_close(parameter.grad, theirs.grad, key, tol=1e-4)
+
+
+def test_generation_gives_the_same_tokens(integration, device):
+    plain = build("Qwen3", device)
+    model = copy.deepcopy(plain)
+    integration.patch(model)
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    prompt = tokens(2, 7, device)
+    assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
+
+
+# patch: what it does to a model
+
+
+def test_unpatch_restores_exactly(integration, fuselage, device):
+    model = build("Gemma3", device)
+    before = [dict(vars(module)) for module in model.modules()]
+    keys = list(model.state_dict())
+    ids = tokens(device=device)
+    with torch.no_grad():
+        expected = logits(model, ids)
+        report = integration.patch(model)
+        assert list(model.state_dict()) == keys
+        assert integration.unpatch(model) == len(report.replaced)
+        with counted_ops(fuselage) as counts:
+            assert torch.equal(logits(model, ids), expected)
+    assert not counts
+    assert [vars(module) for module in model.modules()] == before
+    assert integration.unpatch(model) == 0
+
+
+def test_patching_twice_is_patching_once(integration, device):
+    model = build("Llama", device)
+    first = integration.patch(model)
+    functions = [vars(module).get("forward") for module in model.modules()]
+    second = integration.patch(model)
+    assert (first.replaced, first.left_alone) == (second.replaced, second.left_alone)
+    assert [vars(module).get("forward") for module in model.modules()] == functions
+    assert integration.unpatch(model) == len(first.replaced)
+
+
+def test_a_deep_copy_is_patched_and_on_its_own(integration, fuselage, device):
+    model = build("Llama", device)
+    integration.patch(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # what the twin must not see
+        with counted_ops(fuselage) as counts:
+            result = logits(twin, tokens(device=device))
+    assert counts and result.abs().max() > 0
+    integration.unpatch(twin)
+    with torch.no_grad(), counted_ops(fuselage) as counts:
+        logits(model, tokens(device=device))
+    assert counts
+
+
+def test_a_pickle_loads_as_the_plain_model(integration, fuselage):
+    """Of layers that can be pickled; transformers' attention cannot be, with or without us."""
+    model = nn.Sequential(nn.Linear(8, 64), nn.RMSNorm(64, eps=1e-5))
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        expected = model(x)
+        integration.patch(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        with counted_ops(fuselage) as counts:
+            assert torch.equal(loaded(x), expected)
+        assert not counts
+        assert integration.patch(loaded).replaced == {"1": ONCE}
+        with counted_ops(fuselage) as counts:
+            assert_close(loaded(x), expected)
+        assert counts == {"rms_norm": 1}
+
+
+def test_a_patched_model_moves(integration, fuselage, device):
+    model = build("Llama")
+    integration.patch(model)
+    model.to(device)
+    ids = tokens(device=device)
+    with torch.no_grad(), counted_ops(fuselage) as counts:
+        expected = logits(model, ids)
+        half = logits(model.to(torch.bfloat16), ids)
+        exact = logits(model.double(), ids)  # no operator takes it: the plain forwards run
+    assert counts["rms_norm"] >= 10
+    assert exact.dtype == torch.float64
+    assert_close(half.float(), expected, tol=0.1)
+
+
+def test_a_model_without_weights_can_be_patched(integration, fuselage, device):
+    """From the meta device, as large models are loaded."""
+    plain = build("Llama", device)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(plain.config)
+        report = integration.patch(model)
+    assert values_of(report)[LLAMA] == 5
+    model.load_state_dict(plain.state_dict(), assign=True)
+    norm, x = model.model.norm, torch.randn(3, 64, device=device)
+    with torch.no_grad(), counted_ops(fuselage) as counts:
+        assert_close(norm(x), plain.model.norm(x))
+    assert counts["rms_norm"] == 1
+
+
+def test_autocast(integration, fuselage, device):
+    plain = build("Llama", device)
+    model = copy.deepcopy(plain)
+    integration.patch(model)
+    ids = tokens(device=device)
+    with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
+        with counted_ops(fuselage) as counts:
+            actual = logits(model, ids)
+        expected = logits(plain, ids)
+    assert counts and actual.dtype == expected.dtype
+    assert_close(actual, expected, tol=0.02)
+
+
+# Hooks that replace the forward, as accelerate's
+
+
+def wrap(module: nn.Module, calls: list) -> None:
+    """What `accelerate.hooks.add_hook_to_module` does to a module."""
+    module._old_forward = module.forward
+
+    def wrapper(module, *args, **kwargs):
+        calls.append(module)
+        return module._old_forward(*args, **kwargs)
+
+    module.forward = functools.update_wrapper(
+        functools.partial(wrapper, module), module._old_forward
+    )
+
+
+def unwrap(module: nn.Module) -> None:
+    module.forward = module._old_forward
+    del module._old_forward
+
+
+@pytest.mark.parametrize("order", ["hooks first", "patch first"])
+def test_hooks_and_patch_survive_each_other(integration, fuselage, order):
+    model = build("Llama")
+    ids = tokens()
+    expected = logits(model, ids).detach()
+    calls: list = []
+    hooked = [m for m in model.modules() if not isinstance(m, nn.ModuleList)]
+    steps = [lambda: [wrap(m, calls) for m in hooked], lambda: integration.patch(model)]
+    for step in steps if order == "hooks first" else reversed(steps):
+        step()
+    with torch.no_grad(), counted_ops(fuselage) as counts:
+        assert_close(logits(model, ids), expected)
+    assert counts["rms_norm"] >= 5
+    norms = [m for m in hooked if "Norm" in type(m).__name__]
+    assert len(norms) == 5 and all(norm in calls for norm in norms)
+    twin = copy.deepcopy(model)
+    for m in hooked:
+        unwrap(m)
+    with torch.no_grad(), counted_ops(fuselage) as counts:
+        assert_close(logits(model, ids), expected)
+    assert counts["rms_norm"] >= 5  # still patched
+    integration.unpatch(model)
+    integration.unpatch(twin)  # with its hooks
+    calls.clear()
+    with torch.no_grad(), counted_ops(fuselage) as counts:
+        assert torch.equal(logits(model, ids), expected)
+        assert not calls
+        assert torch.equal(logits(twin, ids), expected)
+        assert len(calls) == len(hooked)
+    assert not counts
+
+
+def test_the_hooks_of_accelerate(integration, fuselage, device):
+    hooks = pytest.importorskip("accelerate.hooks")
+    for patch_first in (False, True):
+        model = build("Llama", device)
+        with torch.no_grad():
+            expected = logits(model, tokens(device=device))
+        if patch_first:
+            integration.patch(model)
+        weights = {k: v.cpu() for k, v in model.state_dict().items()}
+        hooks.attach_align_device_hook(
+            model, execution_device=torch.device(device), offload=True, weights_map=weights
+        )
+        assert model.model.norm.weight.device.type == "meta"
+        if not patch_first:
+            integration.patch(model)
+        torch.manual_seed(20261121)
+        with torch.no_grad(), counted_ops(fuselage) as counts:
+            assert logits(model, tokens(device=device)).shape == expected.shape
+        assert counts["rms_norm"] == 5
+        hooks.remove_hook_from_submodules(model)
+        assert integration.unpatch(model) == 7
+
+
+# patch: what it recognises, and what it does not
+
+
+class Norm(nn.Module):
+    def __init__(self, dim=64, eps=1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim))
+        self.eps = eps
+
+    def normalised(self, x):
+        x = x.float()
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class ARMSNorm(Norm):
+    def forward(self, x):
+        return (self.normalised(x) * self.weight.float()).to(x.dtype)
+
+
+class BRMSNorm(Norm):
+    def forward(self, hidden):
+        return self.weight * self.normalised(hidden).to(hidden.dtype)
+
+
+class CRMSNorm(Norm):
+    def forward(self, x):
+        return (self.normalised(x) * (1.0 + self.weight.float())).type_as(x)
+
+
+class DRMSNorm(Norm):
+    def forward(self, x):
+        return self.normalised(x).to(x.dtype) * (1.0 + self.weight)  # rounds 1 + weight, too
+
+
+class WrongEpsRMSNorm(Norm):
+    def forward(self, x):
+        x32 = x.float()
+        out = x32 / (x32.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
+        return (out * self.weight.float()).to(x.dtype)
+
+
+class FlooredRMSNorm(Norm):
+    def forward(self, x):
+        scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True).clamp_min(self.eps))
+        return (x.float() * scale * self.weight.float()).to(x.dtype)
+
+
+class GatedRMSNormWithTwoInputs(Norm):
+    def forward(self, x, gate=None):
+        return ARMSNorm.forward(self, x) * (1 if gate is None else gate)
+
+
+class TwoParameterRMSNorm(ARMSNorm):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+
+
+class RaisingRMSNorm(Norm):
+    def forward(self, x):
+        raise RuntimeError("never called like this")
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [(ARMSNorm, ONCE), (BRMSNorm, LLAMA), (CRMSNorm, GEMMA)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_style_of_a_norm_is_found_by_what_it_computes(integration, fuselage, kind, what):
+    model = nn.Sequential(kind())
+    assert integration.patch(model).replaced == {"0": what}
+    keyword = {kind.forward.__code__.co_varnames[1]: torch.randn(2, 64)}
+    assert_close(model[0](**keyword), kind.forward(model[0], **keyword))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (DRMSNorm, "computes something else"),
+        (WrongEpsRMSNorm, "computes something else"),
+        (FlooredRMSNorm, "computes something else"),
+        (TwoParameterRMSNorm, "other parameters"),
+        (RaisingRMSNorm, "computes something else"),
+        (nn.BatchNorm1d, None),
+        (nn.GroupNorm, None),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_only_looks_like_a_norm_is_left_alone(integration, kind, why):
+    module = {nn.BatchNorm1d: lambda: kind(64), nn.GroupNorm: lambda: kind(4, 64)}.get(kind, kind)()
+    report = integration.patch(nn.Sequential(module))
+    assert not report.replaced and "forward" not in vars(module)
+    if why is None:
+        assert not report.left_alone
+    else:
+        assert why in report.left_alone["0"] and why in str(report)
+
+
+def test_another_forward_on_the_instance_is_left_alone(integration):
+    norm = ARMSNorm()
+    norm.forward = lambda x: x
+    report = integration.patch(nn.Sequential(norm))
+    assert "was replaced already" in report.left_alone["0"] and not report.replaced
+    assert torch.equal(norm(torch.ones(2)), torch.ones(2))
+
+
+def test_torch_rms_norm(integration, fuselage, device):
+    for weight in (True, False):
+        norm = nn.RMSNorm(64, eps=1e-5, elementwise_affine=weight, device=device)
+        model = nn.Sequential(norm)
+        x = torch.randn(4, 64, device=device)
+        expected = model(x)
+        assert integration.patch(model).replaced == {"0": ONCE}
+        with counted_ops(fuselage) as counts:
+            assert_close(model(x).detach(), expected.detach())
+        assert counts == {"rms_norm": 1}
+    several = nn.Sequential(nn.RMSNorm((4, 64), eps=1e-5))
+    assert "more than the last dimension" in integration.patch(several).left_alone["0"]
+
+
+class MLP(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.down_proj, self.act_fn = nn.Linear(16, 8), act
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ScaledMLP(MLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 0.5
+
+
+class SwappedMLP(MLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+class DroppingMLP(MLP):
+    def __init__(self, act):
+        super().__init__(act)
+        self.dropout = nn.Dropout(0.1)
+
+
+def test_what_only_looks_like_a_gated_mlp_is_left_alone(integration):
+    class Clipped(nn.Module):
+        def forward(self, x):
+            return F.silu(x).clamp(-20, 20)
+
+    for module, why in (
+        (ScaledMLP(nn.SiLU()), "computes something else"),
+        (SwappedMLP(nn.SiLU()), "computes something else"),
+        (DroppingMLP(nn.SiLU()), "more submodules: dropout"),
+        (MLP(nn.Tanh()), "its activation"),
+        (MLP(Clipped()), "its activation"),
+    ):
+        report = integration.patch(nn.Sequential(module))
+        assert why in report.left_alone["0"] and not report.replaced
+    for act, what in ((nn.SiLU(), "swiglu"), (nn.GELU(), "geglu (gelu)"), (F.silu, "swiglu")):
+        assert integration.patch(nn.Sequential(MLP(act))).replaced == {"0": what}
+
+
+def test_activations(integration, fuselage):
+    names = {"gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "quick_gelu": "gelu_quick"}
+    model = nn.ModuleDict({name: transformers.activations.ACT2FN[name] for name in names})
+    others = {"silu", "gelu", "gelu_10", "gelu_pytorch_tanh"}
+    model.update({name: transformers.activations.ACT2FN[name] for name in others})
+    report = integration.patch(model)
+    assert report.replaced == names
+    assert report.left_alone.keys() == others
+    assert "something else" in report.left_alone["gelu_10"]
+    assert "one kernel" in report.left_alone["silu"]
+
+
+def test_a_probe_touches_neither_parameters_nor_random_numbers(integration):
+    model = build("Gemma3")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    integration.patch(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+# kernel_mapping
+
+
+def test_kernel_mapping_of_the_hub(integration):
+    mapping = integration.kernel_mapping("fuselage-kernels/fuselage", version=1)
+    for devices in mapping.values():
+        assert all(isinstance(repository, LayerRepository) for repository in devices.values())
+    assert "fuselage-kernels/fuselage" in repr(mapping["RMSNorm"]["cuda"].__dict__)
+    assert mapping["RMSNorm"]["cuda"].layer_name == "RMSNorm"
+
+
+@pytest.mark.parametrize("source", ["loaded", "path"])
+def test_kernel_mapping(integration, fuselage, device, source):
+    options = {"loaded": {}, "path": {"repo_path": Path(fuselage.__file__).parent}}[source]
+    mapping = integration.kernel_mapping(**options)
+    assert {"RMSNorm", "RMSNormZeroCentered", "SiLU", "SwiGLUMLP"} <= mapping.keys()
+    plain = build("Llama", device)
+    expected = loss(plain, tokens(device=device))
+    for mode in (Mode.INFERENCE, Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE):
+        model = copy.deepcopy(plain).train(Mode.TRAINING in mode)
+        with use_kernel_mapping(mapping, inherit_mapping=False):
+            kernelize(model, mode=mode, device=device, use_fallback=KernelizeFallback.NO_LAYER)
+        torch.manual_seed(20261121)
+        with counted_ops(fuselage) as counts:
+            actual = loss(model, tokens(device=device))
+        assert counts["rms_norm"] == 5
+        torch.manual_seed(20261121)
+        expected = loss(plain, tokens(device=device))
+        assert_close(actual.detach(), expected.detach())
+
+
+def test_every_layer_is_in_the_mapping(integration, fuselage):
+    members = vars(fuselage.layers).items()
+    layers = {k for k, v in members if isinstance(v, type) and issubclass(v, nn.Module)}
+    mapping = integration.kernel_mapping()
+    renamed = {"RotaryPosEmb": "rotary_pos_emb"}
+    assert {renamed.get(name, name) for name in layers} == set(mapping)
+    assert all(set(devices) == {"cpu", "cuda", "rocm"} for devices in mapping.values())
+    with pytest.raises(ValueError, match="not both"):
+        integration.kernel_mapping("a/b", repo_path=".")
+
+
+# Loading
+
+
+def test_it_is_loaded_when_it_is_asked_for(fuselage):
+    code = f"""
+import sys
+from pathlib import Path
+from kernels import get_local_kernel
+kernel = get_local_kernel(Path({str(Path(fuselage.__file__).parent)!r}), backend=None)
+assert not [name for name in sys.modules if ".integrations" in name and "fuselage" in name]
+assert not {{"transformers", "diffusers"}} & set(sys.modules)
+assert kernel.integrations.transformers.patch and kernel.integrations.diffusers.patch
+assert not {{"transformers", "diffusers"}} & set(sys.modules)
+try:
+    kernel.integrations.nothing
+except AttributeError:
+    print("done")
+"""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=REPO_DIR, timeout=60)
+    assert "done" in result.stdout, result.stderr

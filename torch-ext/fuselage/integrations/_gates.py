@@ -1,0 +1,266 @@
+"""Recognises activations, and the gated MLPs that are made with them."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Callable, Optional
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..gate import (
+    geglu,
+    gelu,
+    gelu_and_mul,
+    gelu_quick,
+    gelu_tanh,
+    gelu_tanh_and_mul,
+    mul_and_gelu,
+    mul_and_silu,
+    relu2,
+    silu,
+    silu_and_mul,
+    swiglu,
+    swiglu_clamped,
+)
+from . import _probe
+from ._patch import Found, Match, marked
+
+_ACTIVATION_NAME = re.compile(r"silu|swish|gelu|relu2|relusquared", re.IGNORECASE)
+_ACTIVATIONS = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "gelu_quick": gelu_quick,
+    "relu2": relu2,
+}
+_TWO_INPUTS = {
+    "silu": swiglu,
+    "gelu": geglu,
+    "gelu_tanh": lambda gate, up: geglu(gate, up, approximate="tanh"),
+}
+_GATE_FIRST = {"silu": silu_and_mul, "gelu": gelu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+
+
+def activation_of(function: Callable) -> Optional[str]:
+    """Which of our activations a function or a module computes, tried from -40 to 40."""
+    x = torch.cat([_probe.random(512), torch.linspace(-40, 40, 1601, device="cpu")])
+    expected = _probe.call(function, x.clone())
+    for name, ours in _ACTIVATIONS.items():
+        if _probe.agree(_probe.call(ours, x), expected):
+            return name
+    return None
+
+
+def recognise_activation(module: torch.nn.Module) -> Found:
+    """Activations that PyTorch computes in several kernels."""
+    kind = type(module)
+    if not _ACTIVATION_NAME.search(kind.__name__) or any(module.children()):
+        return None
+    if any(True for _ in (*module.parameters(), *module.buffers())):
+        return None
+    if not _probe.takes_one_tensor(kind.forward):
+        return None
+    if getattr(module, "inplace", False):
+        return "it works in place"
+    name = activation_of(lambda x: kind.forward(module, x))
+    if name is None:
+        return "it computes something else than the activations that fuselage has"
+    if _is_one_kernel(module):
+        return "PyTorch computes it in one kernel, which is as fast"
+    return Match(name, _activation_forward(name))
+
+
+def _is_one_kernel(module: torch.nn.Module) -> bool:
+    """Whether the module calls one function of PyTorch and computes nothing around it."""
+
+    class Count(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    count = Count()
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        with count:
+            return type(module).forward(module, x)
+
+    _probe.call(counted, _probe.random(8))
+    return count.calls <= 1
+
+
+@cache
+def _activation_forward(name: str) -> Callable:
+    activation = _ACTIVATIONS[name]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.dtype not in _probe.DTYPES:
+            return type(self).forward(self, input)
+        return activation(input)
+
+    return marked(name, forward)
+
+
+# MLPs: the projections are replaced by small ones, which must be all that the forward depends on.
+
+
+class _Projection(torch.nn.Module):
+    """A linear map that tells from its result what was multiplied with what."""
+
+    def __init__(self, rows: int, columns: int, seed: int):
+        super().__init__()
+        self.matrix = _probe.random(rows, columns, seed=seed) / rows**0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.matrix
+
+
+def _child_activation(module: torch.nn.Module, names: tuple[str, ...]) -> tuple[str, object]:
+    """The activation of an MLP, a submodule or a function, and its name."""
+    for name in names:
+        function = getattr(module, name, None)
+        if callable(function):
+            return name, function
+    return "", None
+
+
+def _same_as(module, function, children: dict, parameters: Optional[dict] = None) -> bool:
+    plain = _probe.stand_in(module, parameters, children)
+    x = _probe.random(32, 8) * 3
+    expected = _probe.call(type(module).forward, plain, x.clone())
+    return _probe.agree(_probe.call(function, plain, x.clone()), expected)
+
+
+def recognise_gated_mlp(module: torch.nn.Module) -> Found:
+    """`down_proj(act(gate_proj(x)) * up_proj(x))`, apart or as one `gate_up_proj`."""
+    children = dict(module.named_children())
+    apart = {"gate_proj", "up_proj", "down_proj"} <= children.keys()
+    packed = {"gate_up_proj", "down_proj"} <= children.keys()
+    if not (apart or packed):
+        return None
+    act_name, act = _child_activation(module, ("act_fn", "activation_fn", "act", "activation"))
+    if act is None:
+        return "it has no activation of a known name"
+    if not _probe.takes_one_tensor(type(module).forward):
+        return "its forward takes more than one tensor"
+    activation = activation_of(act)
+    if activation not in _TWO_INPUTS:
+        return "its activation is none that fuselage has a gated form of"
+    if apart:
+        stand_ins = {"gate_proj": (8, 12), "up_proj": (8, 12), "down_proj": (12, 8)}
+        function = _apart_forward(activation)
+    else:
+        stand_ins = {"gate_up_proj": (8, 24), "down_proj": (12, 8)}
+        function = _packed_forward(activation)
+    others = {k: v for k, v in children.items() if k not in stand_ins}
+    if set(others) - {act_name}:
+        return f"it has more submodules: {', '.join(sorted(set(others) - {act_name}))}"
+    stand_ins = {k: _Projection(*v, seed=i) for i, (k, v) in enumerate(stand_ins.items(), 3)}
+    if not _same_as(module, function, stand_ins | others):
+        return "it computes something else than down_proj(act(gate) * up)"
+    covers = (act_name,) if isinstance(act, torch.nn.Module) else ()
+    return Match(function.fuselage_replacement, function, covers=covers)
+
+
+@cache
+def _apart_forward(activation: str) -> Callable:
+    gated = _TWO_INPUTS[activation]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate_proj(x)
+        if gate.dtype not in _probe.DTYPES:
+            return type(self).forward(self, x)
+        return self.down_proj(gated(gate, self.up_proj(x)))
+
+    what = "swiglu" if activation == "silu" else f"geglu ({activation})"
+    return marked(what, forward)
+
+
+@cache
+def _packed_forward(activation: str) -> Callable:
+    gated = _GATE_FIRST[activation]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        packed = self.gate_up_proj(hidden_states)
+        if packed.dtype not in _probe.DTYPES:
+            return type(self).forward(self, hidden_states)
+        return self.down_proj(gated(packed))
+
+    return marked(f"{activation}_and_mul", forward)
+
+
+def recognise_experts_gate(module: torch.nn.Module) -> Found:
+    """The `_apply_gate` of a mixture of experts: gpt-oss's clamped one, or halves."""
+    method = getattr(type(module), "_apply_gate", None)
+    if method is None or not _probe.takes_one_tensor(method):
+        return None
+    x = _probe.random(64, 16) * 6
+    expected = _probe.call(method, _probe.stand_in(module, None, vars(module)["_modules"]), x)
+    activation = activation_of(module.act_fn) if callable(getattr(module, "act_fn", None)) else None
+    for function in (_clamped_gate, _experts_gate(activation)):
+        if function and _probe.agree(_probe.call(function, module, x), expected):
+            return Match(function.fuselage_replacement, function, attribute="_apply_gate")
+    return "its gate is none that fuselage has"
+
+
+def _clamped_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+    if gate_up.dtype not in _probe.DTYPES:
+        return type(self)._apply_gate(self, gate_up)
+    return swiglu_clamped(gate_up, self.alpha, self.limit)
+
+
+marked("swiglu_clamped", _clamped_gate)
+
+
+@cache
+def _experts_gate(activation: Optional[str]) -> Optional[Callable]:
+    gated = _GATE_FIRST.get(activation)
+    if gated is None:
+        return None
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if gate_up.dtype not in _probe.DTYPES:
+            return type(self)._apply_gate(self, gate_up)
+        return gated(gate_up)
+
+    return marked(f"{activation}_and_mul", _apply_gate)
+
+
+# The feed-forwards of diffusers: a projection, and an activation on it.
+
+
+def recognise_projected_gate(module: torch.nn.Module) -> Found:
+    """`value * act(gate)` of one projection `proj`, value first: GEGLU and SwiGLU of diffusers."""
+    children = dict(module.named_children())
+    others = {name: child for name, child in children.items() if name != "proj"}
+    if "proj" not in children or any(True for _ in module.named_parameters(recurse=False)):
+        return None
+    if any(True for child in others.values() for _ in (*child.parameters(), *child.children())):
+        return None
+    if not re.search(r"glu|gelu", type(module).__name__, re.IGNORECASE):
+        return None
+    for activation, gated in (("silu", mul_and_silu), ("gelu", mul_and_gelu)):
+        function = _projected_forward(f"mul_and_{activation}", gated)
+        if _same_as(module, function, {"proj": _Projection(8, 24, 3), **others}):
+            return Match(function.fuselage_replacement, function, covers=tuple(others))
+    for activation, ours in _ACTIVATIONS.items():
+        function = _projected_forward(activation, ours)
+        if _same_as(module, function, {"proj": _Projection(8, 24, 3), **others}):
+            if activation == "gelu":
+                return "PyTorch computes it in one kernel, which is as fast"
+            return Match(function.fuselage_replacement, function, covers=tuple(others))
+    return "it computes something else than an activation of its projection"
+
+
+@cache
+def _projected_forward(what: str, function: Callable) -> Callable:
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        projected = self.proj(hidden_states)
+        if projected.dtype not in _probe.DTYPES:
+            return type(self).forward(self, hidden_states)
+        return function(projected)
+
+    return marked(what, forward)

@@ -1,0 +1,173 @@
+"""Gives modules of a model another forward, and takes it back.
+
+The new forward is an attribute of the instance, as `kernels.kernelize` does it: classes, parameters
+and the keys of the state dict stay, a deep copy is patched too, and a pickle loads as the plain
+model. What to replace, and by what, is for the recognisers to say.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Callable, Optional, Union
+
+import torch
+
+_MARK = "fuselage_replacement"  # an attribute of our functions: what they stand for
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a recogniser found: another function for one attribute of the module.
+
+    Args:
+        what: For the report, such as "swiglu".
+        function: Takes the place of the method; its first argument is the module.
+        attribute: Name of the method.
+        covers: Names of submodules that are not called any more.
+    """
+
+    what: str
+    function: Callable
+    attribute: str = "forward"
+    covers: tuple[str, ...] = ()
+
+
+# None: not what this recogniser looks for. A text: why it is left alone though it looks like it.
+Found = Union[None, str, Match]
+Recogniser = Callable[[torch.nn.Module], Found]
+
+
+@dataclass
+class Report:
+    """What `patch` did.
+
+    Attributes:
+        replaced: Name of a module: what runs there now.
+        left_alone: Name of a module that looked like something fuselage has: why it stays.
+    """
+
+    replaced: dict[str, str] = field(default_factory=dict)
+    left_alone: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """A table with one row for the modules whose names differ in their numbers only."""
+        rows = [("replaced", "count", "by")]
+        rows += _grouped(self.replaced)
+        rows += [("left alone", "count", "because")]
+        rows += _grouped(self.left_alone)
+        widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+        return "\n".join(
+            f"{name:<{widths[0]}}  {count:>{widths[1]}}  {what}" for name, count, what in rows
+        )
+
+
+def _grouped(entries: dict[str, str]) -> list[tuple[str, str, str]]:
+    counts: dict[tuple[str, str], int] = {}
+    for name, what in entries.items():
+        shape = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        counts[shape or "(the model)", what] = counts.get((shape or "(the model)", what), 0) + 1
+    return [(name, str(count), what) for (name, what), count in counts.items()] or [("-", "0", "")]
+
+
+def patch_modules(
+    model: torch.nn.Module,
+    parts: Iterable[Recogniser],
+    blocks: Iterable[Recogniser] = (),
+    report: Optional[Report] = None,
+    prefix: str = "",
+) -> Report:
+    """Replaces what the recognisers match: `parts` everywhere first, then `blocks` made of them."""
+    report = Report() if report is None else report
+    covered: set[int] = set()
+    for recognisers in (tuple(parts), tuple(blocks)):
+        for name, module in model.named_modules():
+            if id(module) in covered:
+                continue
+            found = next((f for f in (r(module) for r in recognisers) if f is not None), None)
+            if isinstance(found, Match):
+                found = install(module, found) or found
+            if isinstance(found, str):
+                report.left_alone[prefix + name] = found
+            elif found is not None:
+                report.replaced[prefix + name] = found.what
+                covered.update(id(module.get_submodule(child)) for child in found.covers)
+    return report
+
+
+def unpatch_modules(model: torch.nn.Module) -> int:
+    """Gives every module its own methods back; returns how many had other ones."""
+    count = 0
+    for module in model.modules():
+        count += _restore(module, *_slot(module))
+        for name, value in list(vars(module).items()):
+            if name not in ("forward", "_old_forward"):
+                count += _restore(module, module, name) if replacement(value) else 0
+    return count
+
+
+def install(module: torch.nn.Module, match: Match) -> Optional[str]:
+    """Sets the method; if somebody else has replaced it already, says so and sets nothing."""
+    if match.attribute == "forward":
+        holder, name = _slot(module)
+    else:
+        holder, name = module, match.attribute
+    current = vars(holder).get(name)
+    if current is not None and replacement(current) is None:
+        own = getattr(type(module), match.attribute, None)
+        if getattr(current, "__func__", None) is not own:
+            return f"its {match.attribute} was replaced already, by {_origin(current)}"
+    setattr(holder, name, types.MethodType(match.function, module))
+    return None
+
+
+def replacement(method: object) -> Optional[str]:
+    """What a method of ours stands for; None for those of others."""
+    return getattr(getattr(method, "__func__", None), _MARK, None)
+
+
+def replacement_of(module: torch.nn.Module) -> Optional[str]:
+    """What the module's forward was replaced by; None if we did not."""
+    holder, name = _slot(module)
+    return replacement(vars(holder).get(name))
+
+
+def marked(what: str, function: Callable) -> Callable:
+    """Marks a function as ours."""
+    setattr(function, _MARK, what)
+    return function
+
+
+def _origin(method: object) -> str:
+    function = getattr(method, "__func__", method)
+    function = getattr(function, "func", function)  # of a functools.partial
+    names = (getattr(function, "__module__", None), getattr(function, "__qualname__", None))
+    return ".".join(name for name in names if name) or type(method).__name__
+
+
+def _slot(module: torch.nn.Module) -> tuple[object, str]:
+    """The object and the attribute that hold the innermost forward.
+
+    Hooks that move weights replace `module.forward` by a wrapper and keep what they found:
+    accelerate in `module._old_forward`, diffusers in its hook registry. Replacing the wrapper would
+    lose the hook, so what they kept is what we replace; whichever comes first, the other survives.
+    """
+    places = [(module, "forward"), (module, "_old_forward")]
+    for reference in getattr(vars(module).get("_diffusers_hook"), "_fn_refs", ()):
+        places += [(reference, "original_forward"), (reference, "forward")]
+    for holder, name in places:
+        value = vars(holder).get(name)
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            return holder, name
+    return module, "forward"
+
+
+def _restore(module: torch.nn.Module, holder: object, name: str) -> int:
+    if replacement(vars(holder).get(name)) is None:
+        return 0
+    if holder is module and name != "_old_forward":
+        delattr(module, name)  # the class has it
+    else:
+        setattr(holder, name, types.MethodType(type(module).forward, module))
+    return 1

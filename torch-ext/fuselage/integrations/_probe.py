@@ -1,0 +1,87 @@
+"""Finds out what a module computes, by running it on small random inputs.
+
+A stand-in has the class and the plain attributes of the module, but small random parameters on the
+CPU. So the model's own parameters may be anywhere (on a GPU, offloaded, on the meta device), and
+neither they nor PyTorch's random numbers are touched.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Callable, Optional
+
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Dtypes of activations and of weights that models combine.
+PAIRS = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32),
+)
+_HOOKS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_apply_gate")
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Normal numbers that are the same in every call, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.device("cpu"):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def stand_in(
+    module: torch.nn.Module,
+    parameters: Optional[dict] = None,
+    modules: Optional[dict] = None,
+) -> torch.nn.Module:
+    """A module of the same class and attributes, with these parameters and submodules instead."""
+    copy = type(module).__new__(type(module))
+    vars(copy).update({k: v for k, v in vars(module).items() if k not in _HOOKS})
+    vars(copy)["_parameters"] = dict(parameters or {})
+    vars(copy)["_buffers"] = {}
+    vars(copy)["_modules"] = dict(modules or {})
+    return copy
+
+
+def call(function: Callable, *args):
+    """The result, or the exception: a probe must never end a patch."""
+    try:
+        with torch.no_grad(), torch.device("cpu"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return function(*args)
+    except Exception as error:  # whatever a model's code may raise
+        return error
+
+
+def takes_one_tensor(function: Callable) -> bool:
+    """Whether it can be called with the module and one tensor, and with nothing else."""
+    try:
+        names = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    return len(names) == 2 and names[1].kind is names[1].POSITIONAL_OR_KEYWORD
+
+
+def agree(actual: object, expected: object) -> bool:
+    """Whether two results come from the same formula with the same roundings.
+
+    In half precision a formula that rounds elsewhere differs in a fifth of the elements or more,
+    and the same one in a few of a thousand, where float32 noise meets a tie.
+    """
+    if not (isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor)):
+        return False
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return False
+    actual, expected, dtype = actual.double(), expected.double(), expected.dtype
+    if not torch.equal(actual.isfinite(), expected.isfinite()):
+        return False
+    actual, expected = actual.nan_to_num(), expected.nan_to_num()
+    if dtype == torch.float32:
+        bound = 1e-5 * expected.abs() + 1e-6
+    else:
+        bound = 2.5 * torch.finfo(dtype).eps * expected.abs() + 1e-6
+        if (actual != expected).double().mean() > 0.03:
+            return False
+    return bool(((actual - expected).abs() <= bound).all())

@@ -1,0 +1,68 @@
+"""fuselage in the pipelines and transformers of diffusers: `patch` and `unpatch`.
+
+pipe = LTXPipeline.from_pretrained("Lightricks/LTX-Video", torch_dtype=torch.bfloat16)
+print(fuselage.integrations.diffusers.patch(pipe))
+"""
+
+from __future__ import annotations
+
+from typing import Iterator
+
+import torch
+
+from ._gates import (
+    recognise_activation,
+    recognise_experts_gate,
+    recognise_gated_mlp,
+    recognise_projected_gate,
+)
+from ._norms import recognise_norm
+from ._patch import Report, patch_modules, unpatch_modules
+
+__all__ = ["Report", "patch", "unpatch"]
+
+# What patch looks for, in this order. The first three are for the text encoders.
+PARTS = (
+    recognise_gated_mlp,
+    recognise_experts_gate,
+    recognise_projected_gate,
+    recognise_norm,
+    recognise_activation,
+)
+
+
+def patch(pipe: object) -> Report:
+    """Replaces the forward of every layer that fuselage has a faster one for.
+
+    As `integrations.transformers.patch`, for a transformer or for all the models of a pipeline, text
+    encoders included. Works before and after `enable_model_cpu_offload`,
+    `enable_sequential_cpu_offload` and the hooks of `diffusers.hooks`.
+
+    Args:
+        pipe: A pipeline, or a model of one.
+
+    Returns:
+        What was replaced and what was not. `print` it.
+    """
+    report = Report()
+    for name, model in _models(pipe):
+        patch_modules(model, PARTS, report=report, prefix=name)
+    return report
+
+
+def unpatch(pipe: object) -> int:
+    """Undoes `patch`. Returns the number of methods that were restored."""
+    return sum(unpatch_modules(model) for _, model in _models(pipe))
+
+
+def _models(pipe: object) -> Iterator[tuple[str, torch.nn.Module]]:
+    """A model itself, or those of a pipeline with the prefix of their names."""
+    if isinstance(pipe, torch.nn.Module):
+        yield "", pipe
+        return
+    components = getattr(pipe, "components", None)
+    if not isinstance(components, dict):
+        raise TypeError(f"patch: needs a pipeline or a torch.nn.Module, got {type(pipe).__name__}")
+    for name, component in components.items():
+        if isinstance(component, torch.nn.Module):
+            yield f"{name}.", component

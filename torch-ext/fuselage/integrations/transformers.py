@@ -1,0 +1,142 @@
+"""fuselage in the models of transformers: a mapping for `kernelize`, and `patch`.
+
+    from kernels import Mode, get_kernel, kernelize, use_kernel_mapping
+
+    fuselage = get_kernel("fuselage-kernels/fuselage", version=1)
+    with use_kernel_mapping(fuselage.integrations.transformers.kernel_mapping()):
+        kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE)
+
+    report = fuselage.integrations.transformers.patch(model)
+
+`kernelize` replaces what the model has names for. `patch` goes by what modules compute, and finds
+the same layers and those without a name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Optional, Union
+
+import torch
+
+from .. import layers
+from ._gates import recognise_activation, recognise_experts_gate, recognise_gated_mlp
+from ._norms import recognise_norm
+from ._patch import Report, patch_modules, unpatch_modules
+
+__all__ = ["Report", "kernel_mapping", "patch", "unpatch"]
+
+_DEVICES = ("cpu", "cuda", "rocm")
+# What transformers' layers are called, and what other libraries may call theirs.
+_LAYERS = (
+    "FastGELU",
+    "GeGLUMLP",
+    "GeLU",
+    "GeluTanh",
+    "NewGELU",
+    "PolyNorm",
+    "QuickGELU",
+    "RMSNorm",
+    "RMSNormZeroCentered",
+    "SiLU",
+    "SwiGLUMLP",
+)
+# Layers that stand under another name in models: that name, and ours.
+_RENAMED = {"rotary_pos_emb": "RotaryPosEmb"}
+
+
+class _LoadedLayer:
+    """A layer of the kernel that is loaded, for `kernels`: nothing is looked up or downloaded."""
+
+    def __init__(self, layer_name: str):
+        self.layer_name = layer_name
+
+    def load(self) -> type[torch.nn.Module]:
+        return getattr(layers, self.layer_name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _LoadedLayer) and self.layer_name == other.layer_name
+
+    def __hash__(self) -> int:
+        return hash((__name__, self.layer_name))
+
+    def __repr__(self) -> str:
+        return f"{layers.__name__}.{self.layer_name}"
+
+
+def kernel_mapping(
+    repo_id: Optional[str] = None,
+    repo_path: Optional[Union[str, Path]] = None,
+    *,
+    version: int = 1,
+    trust_remote_code: bool = False,
+) -> dict:
+    """The mapping that `kernels.use_kernel_mapping` and `register_kernel_mapping` take.
+
+    It is the same for inference and training, with and without torch.compile, and has every device
+    that fuselage runs on.
+
+    Args:
+        repo_id: A repository of the Hub, such as "fuselage-kernels/fuselage".
+        repo_path: A local build: a variant's folder, or a checkout with `build/`. With neither of
+            the two, the layers are those of the kernel that is loaded already.
+        version: Of the repository.
+        trust_remote_code: As in `kernels.get_kernel`.
+
+    Returns:
+        `{layer: {device: repository}}`.
+
+    Raises:
+        ValueError: Both `repo_id` and `repo_path` are given.
+    """
+    if repo_id is not None and repo_path is not None:
+        raise ValueError("kernel_mapping: give repo_id or repo_path, not both")
+    names = {name: name for name in _LAYERS}
+    names |= {name: ours for name, ours in _RENAMED.items() if hasattr(layers, ours)}
+
+    def repository(layer_name: str):
+        if repo_path is not None:
+            from kernels import LocalLayerRepository
+
+            return LocalLayerRepository(Path(repo_path), layer_name=layer_name)
+        if repo_id is not None:
+            from kernels import LayerRepository
+
+            return LayerRepository(
+                repo_id,
+                layer_name=layer_name,
+                version=version,
+                trust_remote_code=trust_remote_code,
+            )
+        return _LoadedLayer(layer_name)
+
+    return {name: dict.fromkeys(_DEVICES, repository(ours)) for name, ours in names.items()}
+
+
+# What patch looks for, in this order.
+PARTS = (recognise_gated_mlp, recognise_experts_gate, recognise_norm, recognise_activation)
+
+
+def patch(model: torch.nn.Module) -> Report:
+    """Replaces the forward of every layer that fuselage has a faster one for.
+
+    A layer is replaced if its attributes match and if it computes the same numbers, with the same
+    roundings, on small random inputs; its class name decides nothing. One that only looks like a
+    norm, a gated MLP or an activation is left alone, and the report says why.
+
+    Parameters, classes and the keys of the state dict do not change. A deep copy of the model is
+    patched too; a pickle of it loads as the plain model. Works before and after accelerate's hooks,
+    with `torch.compile` and in training. Patching twice does no harm.
+
+    Args:
+        model: Any module; its parameters may be anywhere, the meta device included.
+
+    Returns:
+        What was replaced and what was not. `print` it.
+    """
+    return patch_modules(model, PARTS)
+
+
+def unpatch(model: torch.nn.Module) -> int:
+    """Undoes `patch`. Returns the number of methods that were restored."""
+    return unpatch_modules(model)
