@@ -31,14 +31,16 @@ F = nn.functional
 LLAMA = "rms_norm (weight, rounded before the weight)"
 GEMMA = "rms_norm (1 + weight, rounded once)"
 ONCE = "rms_norm (weight, rounded once)"
+# A layer calls the norm that it has with the residual: it adds no call of an operator.
+LAYERS = {"fused_add_rms_norm": 2}
 MODELS = {
-    "Llama": {LLAMA: 5, "swiglu": 2},
-    "Qwen3": {LLAMA: 9, "swiglu": 2},
-    "Mistral": {LLAMA: 5, "swiglu": 2},
+    "Llama": {LLAMA: 5, "swiglu": 2, **LAYERS},
+    "Qwen3": {LLAMA: 9, "swiglu": 2, **LAYERS},
+    "Mistral": {LLAMA: 5, "swiglu": 2, **LAYERS},
     "Phi": {"gelu_tanh": 2},
-    "Phi3": {LLAMA: 5, "silu_and_mul": 2},
-    "Gemma": {GEMMA: 5, "geglu (gelu_tanh)": 2},
-    "Gemma3": {GEMMA: 13, "geglu (gelu_tanh)": 2},
+    "Phi3": {LLAMA: 5, "silu_and_mul": 2, **LAYERS},
+    "Gemma": {GEMMA: 5, "geglu (gelu_tanh)": 2, **LAYERS},
+    "Gemma3": {GEMMA: 13, "geglu (gelu_tanh)": 2, **LAYERS},
     "GptOss": {ONCE: 5, "swiglu_clamped": 2},
 }
 # Whose plain model torch.compile takes whole, and one for each kind of norm and of MLP.
@@ -55,6 +57,15 @@ def integration(fuselage):
 def values_of(report) -> dict[str, int]:
     values = list(report.replaced.values())
     return {what: values.count(what) for what in values}
+
+
+def calls_of(name: str) -> int:
+    """The fewest calls of our operators in one forward."""
+    return sum(n for what, n in MODELS[name].items() if what not in LAYERS)
+
+
+def norms_in(counts) -> int:
+    return counts["rms_norm"] + counts["fused_add_rms_norm"]
 
 
 def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -84,7 +95,8 @@ def test_logits_loss_and_gradients(integration, fuselage, device, name):
     ids = tokens(device=device)
     with counted_ops(fuselage) as counts:
         actual = loss(model, ids)
-    assert sum(counts.values()) >= sum(MODELS[name].values()), (counts, str(report))
+    assert sum(counts.values()) >= calls_of(name), (counts, str(report))
+    assert counts["fused_add_rms_norm"] == MODELS[name].get("fused_add_rms_norm", 0)
     expected = loss(plain, ids)
     assert_close(logits(model, ids).detach(), logits(plain, ids).detach(), "logits")
     assert_close(actual.detach(), expected.detach(), "loss")
@@ -143,7 +155,7 @@ def test_compiled_whole(integration, fuselage, device, name):
     ids = tokens(device=device)
     compiled, counts = compiled_and_counted(model, fuselage)
     actual = loss(compiled, ids)
-    assert sum(counts.values()) >= sum(MODELS[name].values()), counts
+    assert sum(counts.values()) >= calls_of(name), counts
     expected = loss(plain, ids)
     assert_close(actual.detach(), expected.detach(), "loss")
     actual.backward()
@@ -236,7 +248,7 @@ def test_a_patched_model_moves(integration, fuselage, device):
         expected = logits(model, ids)
         half = logits(model.to(torch.bfloat16), ids)
         exact = logits(model.double(), ids)  # no operator takes it: the plain forwards run
-    assert counts["rms_norm"] >= 10
+    assert norms_in(counts) >= 10
     assert exact.dtype == torch.float64
     assert_close(half.float(), expected, tol=0.1)
 
@@ -301,7 +313,7 @@ def test_hooks_and_patch_survive_each_other(integration, fuselage, order):
         step()
     with torch.no_grad(), counted_ops(fuselage) as counts:
         assert_close(logits(model, ids), expected)
-    assert counts["rms_norm"] >= 5
+    assert norms_in(counts) >= 5
     norms = [m for m in hooked if "Norm" in type(m).__name__]
     assert len(norms) == 5 and all(norm in calls for norm in norms)
     twin = copy.deepcopy(model)
@@ -309,7 +321,7 @@ def test_hooks_and_patch_survive_each_other(integration, fuselage, order):
         unwrap(m)
     with torch.no_grad(), counted_ops(fuselage) as counts:
         assert_close(logits(model, ids), expected)
-    assert counts["rms_norm"] >= 5  # still patched
+    assert norms_in(counts) >= 5  # still patched
     integration.unpatch(model)
     integration.unpatch(twin)  # with its hooks
     calls.clear()
@@ -339,9 +351,9 @@ def test_the_hooks_of_accelerate(integration, fuselage, device):
         torch.manual_seed(20261121)
         with torch.no_grad(), counted_ops(fuselage) as counts:
             assert logits(model, tokens(device=device)).shape == expected.shape
-        assert counts["rms_norm"] == 5
+        assert norms_in(counts) == 5
         hooks.remove_hook_from_submodules(model)
-        assert integration.unpatch(model) == 7
+        assert integration.unpatch(model) == 9
 
 
 # patch: what it recognises, and what it does not
@@ -554,7 +566,7 @@ def test_kernel_mapping(integration, fuselage, device, source):
         torch.manual_seed(20261121)
         with counted_ops(fuselage) as counts:
             actual = loss(model, tokens(device=device))
-        assert counts["rms_norm"] == 5
+        assert norms_in(counts) == 5
         torch.manual_seed(20261121)
         expected = loss(plain, tokens(device=device))
         assert_close(actual.detach(), expected.detach())

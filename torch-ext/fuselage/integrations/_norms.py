@@ -13,7 +13,7 @@ from . import _probe
 from ._patch import Found, Match, marked
 
 try:
-    from ..norm import layer_norm
+    from ..ada_norm import layer_norm
 except ImportError:  # not in this version
     layer_norm = None
 
@@ -155,7 +155,10 @@ def _rms_forward(eps: str, name: str, offset: float, rounding: str) -> Callable:
     """The forward of an RMS norm; with a residual, `(out, residual + x)` in one pass."""
 
     def forward(self, x: torch.Tensor, residual: Optional[torch.Tensor] = None):
-        weight = self.weight if offset or has_weight(self) else None
+        if residual is not None and residual.dtype != x.dtype:  # under autocast
+            total = residual + x
+            return forward(self, total), total
+        weight = getattr(self, "weight", None)
         if not _taken(x, weight):
             if residual is None:
                 return type(self).forward(self, x)
@@ -174,9 +177,6 @@ def _rms_forward(eps: str, name: str, offset: float, rounding: str) -> Callable:
         if residual is None:
             return rms_norm(x, weight, epsilon, **options)
         return fused_add_rms_norm(x, residual, weight, epsilon, **options)
-
-    def has_weight(self) -> bool:
-        return getattr(self, "weight", None) is not None
 
     weight = "1 + weight" if offset else "weight"
     what = f"rms_norm ({weight}, rounded {rounding})"

@@ -85,3 +85,24 @@ def agree(actual: object, expected: object) -> bool:
         if (actual != expected).double().mean() > 0.03:
             return False
     return bool(((actual - expected).abs() <= bound).all())
+
+
+def agree_all(actual: object, expected: object) -> bool:
+    """`agree` for results that are tuples of tensors."""
+    if isinstance(expected, (tuple, list)):
+        same_length = isinstance(actual, (tuple, list)) and len(actual) == len(expected)
+        return same_length and all(map(agree_all, actual, expected))
+    if expected is None or isinstance(expected, str):
+        return actual == expected
+    return agree(actual, expected)
+
+
+class Stub(torch.nn.Module):
+    """Stands for a submodule: `function` of what it is called with."""
+
+    def __init__(self, function: Callable):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)

@@ -6,10 +6,12 @@ print(fuselage.integrations.diffusers.patch(pipe))
 
 from __future__ import annotations
 
-from typing import Iterator
+from collections.abc import Iterator
 
 import torch
 
+from ._ada import recognise_ada_norm
+from ._blocks import recognise_decoder_layer, recognise_diffusion_block
 from ._gates import (
     recognise_activation,
     recognise_experts_gate,
@@ -26,16 +28,18 @@ PARTS = (
     recognise_gated_mlp,
     recognise_experts_gate,
     recognise_projected_gate,
+    recognise_ada_norm,
     recognise_norm,
     recognise_activation,
 )
+BLOCKS = (recognise_diffusion_block, recognise_decoder_layer)
 
 
 def patch(pipe: object) -> Report:
     """Replaces the forward of every layer that fuselage has a faster one for.
 
-    As `integrations.transformers.patch`, for a transformer or for all the models of a pipeline, text
-    encoders included. Works before and after `enable_model_cpu_offload`,
+    As `integrations.transformers.patch`, for a transformer or for all the models of a pipeline, its
+    text encoders included. Works before and after `enable_model_cpu_offload`,
     `enable_sequential_cpu_offload` and the hooks of `diffusers.hooks`.
 
     Args:
@@ -46,7 +50,7 @@ def patch(pipe: object) -> Report:
     """
     report = Report()
     for name, model in _models(pipe):
-        patch_modules(model, PARTS, report=report, prefix=name)
+        patch_modules(model, PARTS, BLOCKS, report=report, prefix=name)
     return report
 
 

@@ -20,6 +20,7 @@ from typing import Optional, Union
 import torch
 
 from .. import layers
+from ._blocks import recognise_decoder_layer
 from ._gates import recognise_activation, recognise_experts_gate, recognise_gated_mlp
 from ._norms import recognise_norm
 from ._patch import Report, patch_modules, unpatch_modules
@@ -115,6 +116,7 @@ def kernel_mapping(
 
 # What patch looks for, in this order.
 PARTS = (recognise_gated_mlp, recognise_experts_gate, recognise_norm, recognise_activation)
+BLOCKS = (recognise_decoder_layer,)
 
 
 def patch(model: torch.nn.Module) -> Report:
@@ -134,7 +136,7 @@ def patch(model: torch.nn.Module) -> Report:
     Returns:
         What was replaced and what was not. `print` it.
     """
-    return patch_modules(model, PARTS)
+    return patch_modules(model, PARTS, BLOCKS)
 
 
 def unpatch(model: torch.nn.Module) -> int:

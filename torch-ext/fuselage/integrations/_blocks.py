@@ -1,0 +1,363 @@
+"""Recognises transformer blocks in which a residual addition meets a norm, and fuses the two.
+
+Only a block whose norms were replaced gets another forward, and only if that computes the same.
+Attention and MLP stay what they are and are called as before.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Optional
+
+import torch
+
+from . import _probe
+from ._ada import fusible
+from ._patch import Found, Match, marked, replacement_of
+
+try:
+    from ..ada_norm import ada_layer_norm, ada_rms_norm, gate_residual_ada_norm
+except ImportError:  # not in this version
+    ada_layer_norm = ada_rms_norm = gate_residual_ada_norm = None
+
+
+# Decoder layers of language models: the norm before the MLP takes the residual, too.
+
+_LLAMA = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+_PHI3 = _LLAMA | {"resid_attn_dropout", "resid_mlp_dropout"}
+_GEMMA = _LLAMA | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+
+
+def recognise_decoder_layer(module: torch.nn.Module) -> Found:
+    """Llama's layer and those like it, Phi-3's, and Gemma's with norms on both sides."""
+    children = dict(module.named_children())
+    forms = [(_LLAMA, _llama_layer), (_PHI3, _phi3_layer), (_GEMMA, _gemma_layer)]
+    function = next((function for names, function in forms if names == children.keys()), None)
+    if function is None:
+        return None
+    fused = "pre_feedforward_layernorm" if function is _gemma_layer else "post_attention_layernorm"
+    if not (replacement_of(children[fused]) or "").startswith("rms_norm"):
+        return f"its {fused} is not replaced"
+    if not _decoder_behaves_the_same(module, function, fused):
+        return "it does not add, normalise and add in the way of Llama, Phi-3 or Gemma"
+    return Match(function.fuselage_replacement, function)
+
+
+def _decoder_behaves_the_same(module, function, fused: str) -> bool:
+    """With submodules that tell from the result what they were called with, and in which order."""
+
+    def attention(*args, hidden_states=None, position_embeddings=None, flag=0.0, **others):
+        x = args[0] if args else hidden_states
+        return torch.tanh(x) * 1.5 + position_embeddings + flag, "weights"
+
+    def norm_with_residual(x, residual=None):
+        total = x if residual is None else residual + x
+        out = torch.sin(total) + 0.25
+        return out if residual is None else (out, total)
+
+    stubs = {name: torch.nn.Identity() for name, _ in module.named_children()}
+    stubs["self_attn"] = _probe.Stub(attention)
+    stubs["mlp"] = _probe.Stub(lambda x: torch.cos(3 * x))
+    for i, name in enumerate(name for name in stubs if name.endswith("layernorm")):
+        stubs[name] = _probe.Stub(lambda x, i=i: torch.sin(x * (1 + i / 8)) + i)
+    stubs[fused] = _probe.Stub(norm_with_residual)
+    plain = _probe.stand_in(module, None, stubs)
+    x, positions = _probe.random(2, 3, 8), _probe.random(8, seed=1)
+    keywords = {"position_embeddings": positions, "flag": 0.5}
+    expected = _probe.call(lambda: type(module).forward(plain, x, **keywords))
+    return _probe.agree_all(_probe.call(lambda: function(plain, x, **keywords)), expected)
+
+
+def _llama_layer(self, hidden_states, *args, **kwargs):
+    normed = self.input_layernorm(hidden_states)
+    attended, _ = self.self_attn(normed, **_by_name(args, kwargs))
+    normed, residual = self.post_attention_layernorm(attended, hidden_states)
+    return residual + self.mlp(normed)
+
+
+def _phi3_layer(self, hidden_states, *args, **kwargs):
+    normed = self.input_layernorm(hidden_states)
+    attended, _ = self.self_attn(normed, **_by_name(args, kwargs))
+    attended = self.resid_attn_dropout(attended)
+    normed, residual = self.post_attention_layernorm(attended, hidden_states)
+    return residual + self.resid_mlp_dropout(self.mlp(normed))
+
+
+def _gemma_layer(self, hidden_states, *args, **kwargs):
+    normed = self.input_layernorm(hidden_states)
+    attended, _ = self.self_attn(normed, **_by_name(args, kwargs))
+    attended = self.post_attention_layernorm(attended)
+    normed, residual = self.pre_feedforward_layernorm(attended, hidden_states)
+    return residual + self.post_feedforward_layernorm(self.mlp(normed))
+
+
+_POSITIONAL = (
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "position_embeddings",
+)
+
+
+def _by_name(args: tuple, kwargs: dict) -> dict:
+    """The arguments of a decoder layer by name: transformers passes them so, others may not."""
+    return {**dict(zip(_POSITIONAL, args)), **kwargs}
+
+
+for _function in (_llama_layer, _phi3_layer, _gemma_layer):
+    marked("fused_add_rms_norm", _function)
+
+
+# Blocks of diffusion transformers: gated residual, norm and modulation in one kernel.
+
+
+def recognise_diffusion_block(module: torch.nn.Module) -> Found:
+    """The blocks of LTX-Video, Flux, Stable Diffusion 3 and Wan."""
+    if gate_residual_ada_norm is None or type(module).__name__ not in _DIFFUSION_BLOCKS:
+        return None
+    function, norms, arguments = _DIFFUSION_BLOCKS[type(module).__name__]
+    for name in norms:
+        norm = getattr(module, name, None)
+        if norm is None or isinstance(norm, torch.nn.Identity):
+            continue
+        if not replacement_of(norm):
+            return f"its {name} is not replaced"
+        if name != "norm2" and getattr(norm, "weight", None) is not None:
+            return f"its {name} has a weight"
+    if not _block_behaves_the_same(module, function, arguments):
+        return "it computes something else than the block of that name that fuselage knows"
+    return Match(function.fuselage_replacement, function)
+
+
+def _block_behaves_the_same(module, function, arguments) -> bool:
+    stubs = dict(module.named_children())
+    for name, child in stubs.items():
+        if "attn" in name:
+            stubs[name] = _probe.Stub(_attention_of(name, type(module).__name__))
+        elif name.startswith("ff"):
+            stubs[name] = _probe.Stub(lambda x: torch.cos(3 * x))
+        elif any(True for _ in child.parameters()):  # an adaptive norm, or a norm with a weight
+            stubs[name] = _small(child)
+    dim = _dim_of(module)
+    parameters = {
+        name: _probe.random(*p.shape, seed=7) * 0.5
+        for name, p in module.named_parameters(recurse=False)
+    }
+    plain = _probe.stand_in(module, parameters, stubs)
+    for keywords in arguments(dim):
+        expected = _probe.call(partial(type(module).forward, plain, **keywords))
+        if not _probe.agree_all(_probe.call(partial(function, plain, **keywords)), expected):
+            return False
+    return True
+
+
+def _attention_of(name: str, block: str):
+    two = block in ("FluxTransformerBlock", "JointTransformerBlock") and name == "attn"
+
+    def attention(*args, hidden_states=None, encoder_hidden_states=None, **others):
+        x = args[0] if args else hidden_states
+        encoder = args[1] if len(args) > 1 else encoder_hidden_states
+        mean = 0.0 if encoder is None else encoder.mean()
+        if two:
+            return torch.tanh(x) + mean, torch.sin(encoder)
+        return torch.tanh(x * 2) + mean
+
+    return attention
+
+
+def _dim_of(module: torch.nn.Module) -> int:
+    table = getattr(module, "scale_shift_table", None)
+    return module.norm2.normalized_shape[0] if table is None else table.shape[-1]
+
+
+def _small(norm: torch.nn.Module) -> torch.nn.Module:
+    """A norm with parameters of its own, with random ones; an adaptive one projects by a stub."""
+    children = dict(norm.named_children())
+    if "linear" in children:
+        dim = norm.norm.normalized_shape[0]
+        chunks = children["linear"].out_features // dim
+        children["linear"] = _probe.Stub(
+            lambda emb: torch.cat([emb * (1 + i) / 4 + i / 8 for i in range(chunks)], dim=-1)
+        )
+    parameters = {
+        name: _probe.random(*p.shape, seed=5) for name, p in norm.named_parameters(recurse=False)
+    }
+    return _probe.stand_in(norm, {**norm._parameters, **parameters}, {**norm._modules, **children})
+
+
+def _add_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    gate: Optional[torch.Tensor],
+    norm: torch.nn.Module,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    kind: str = "layer",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`r = residual + gate * x`; returns `norm(r) * (1 + scale) + shift` and `r`."""
+    if fusible(residual, scale) and x.dtype == residual.dtype:
+        return gate_residual_ada_norm(x, residual, gate, scale, shift, eps=norm.eps, norm=kind)
+    residual = residual + (x if gate is None else x * gate)
+    return norm(residual) * (1 + scale) + shift, residual
+
+
+def _ltx_block(
+    self,
+    hidden_states,
+    encoder_hidden_states,
+    temb,
+    image_rotary_emb=None,
+    encoder_attention_mask=None,
+):
+    table = self.scale_shift_table
+    ada = table[None, None].to(temb.device) + temb.unflatten(2, (table.shape[0], -1))
+    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = ada.unbind(dim=2)
+    if fusible(hidden_states, scale):
+        normed = ada_rms_norm(hidden_states, scale, shift, eps=self.norm1.eps)
+    else:
+        normed = self.norm1(hidden_states) * (1 + scale) + shift
+    attended = self.attn1(
+        hidden_states=normed, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
+    )
+    hidden_states = torch.addcmul(hidden_states, attended, gate)
+    attended = self.attn2(
+        hidden_states,
+        encoder_hidden_states=encoder_hidden_states,
+        image_rotary_emb=None,
+        attention_mask=encoder_attention_mask,
+    )
+    normed, hidden_states = _add_norm(
+        attended, hidden_states, None, self.norm2, scale_mlp, shift_mlp, "rms"
+    )
+    return torch.addcmul(hidden_states, self.ff(normed), gate_mlp)
+
+
+def _flux_block(
+    self,
+    hidden_states,
+    encoder_hidden_states,
+    temb,
+    image_rotary_emb=None,
+    joint_attention_kwargs=None,
+):
+    normed, *ada = self.norm1(hidden_states, emb=temb)
+    context, *context_ada = self.norm1_context(encoder_hidden_states, emb=temb)
+    attended, context_attended, *adapter = self.attn(
+        hidden_states=normed,
+        encoder_hidden_states=context,
+        image_rotary_emb=image_rotary_emb,
+        **(joint_attention_kwargs or {}),
+    )
+    hidden_states = _second_half(hidden_states, attended, ada, self.norm2, self.ff)
+    for extra in adapter:
+        hidden_states = hidden_states + extra
+    encoder_hidden_states = _second_half(
+        encoder_hidden_states, context_attended, context_ada, self.norm2_context, self.ff_context
+    )
+    if encoder_hidden_states.dtype == torch.float16:
+        encoder_hidden_states = encoder_hidden_states.clip(-65504, 65504)
+    return encoder_hidden_states, hidden_states
+
+
+def _second_half(x, attended, ada, norm, ff):
+    """From the result of attention to the end of a block of Flux or Stable Diffusion 3."""
+    gate, shift_mlp, scale_mlp, gate_mlp = (value[:, None] for value in ada[:4])
+    normed, x = _add_norm(attended, x, gate, norm, scale_mlp, shift_mlp)
+    return torch.addcmul(x, ff(normed), gate_mlp)
+
+
+def _joint_block(self, hidden_states, encoder_hidden_states, temb, joint_attention_kwargs=None):
+    if self._chunk_size is not None:
+        return type(self).forward(
+            self, hidden_states, encoder_hidden_states, temb, joint_attention_kwargs
+        )
+    normed, *ada = self.norm1(hidden_states, emb=temb)
+    if self.context_pre_only:
+        context, context_ada = self.norm1_context(encoder_hidden_states, temb), None
+    else:
+        context, *context_ada = self.norm1_context(encoder_hidden_states, emb=temb)
+    options = joint_attention_kwargs or {}
+    attended, context_attended = self.attn(
+        hidden_states=normed, encoder_hidden_states=context, **options
+    )
+    if self.use_dual_attention:
+        gate, *mlp, second_normed, second_gate = ada
+        hidden_states = torch.addcmul(hidden_states, attended, gate[:, None])
+        attended, ada = self.attn2(hidden_states=second_normed, **options), (second_gate, *mlp)
+    hidden_states = _second_half(hidden_states, attended, ada, self.norm2, self.ff)
+    if context_ada is None:
+        return None, hidden_states
+    encoder_hidden_states = _second_half(
+        encoder_hidden_states, context_attended, context_ada, self.norm2_context, self.ff_context
+    )
+    return encoder_hidden_states, hidden_states
+
+
+def _wan_block(self, hidden_states, encoder_hidden_states, temb, rotary_emb):
+    x = hidden_states
+    if temb.ndim == 4:  # one embedding for each token
+        ada = (self.scale_shift_table.unsqueeze(0) + temb.float()).unbind(dim=2)
+    else:
+        ada = (self.scale_shift_table + temb.float()).chunk(6, dim=1)
+    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = ada
+    taken = x.dtype in _probe.DTYPES and not torch.is_autocast_enabled(x.device.type)
+    if not (taken and scale.dtype == torch.float32):
+        return type(self).forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
+    normed = ada_layer_norm(x, scale, shift, eps=self.norm1.eps)
+    attended = self.attn1(normed, None, None, rotary_emb)
+    x = (x.float() + attended * gate).type_as(x)
+    normed = self.norm2(x)
+    attended = self.attn2(normed, encoder_hidden_states, None, None)
+    normed, x = gate_residual_ada_norm(attended, x, None, scale_mlp, shift_mlp, eps=self.norm3.eps)
+    return (x.float() + self.ffn(normed).float() * gate_mlp).type_as(x)
+
+
+def _arguments(**shapes):
+    """Random arguments of these shapes; -1 is the size of the block."""
+
+    def arguments(dim: int) -> list[dict]:
+        return [
+            {
+                name: _probe.random(*(dim if n == -1 else n for n in shape), seed=i) * 0.5
+                for i, (name, shape) in enumerate(shapes.items(), 1)
+            }
+        ]
+
+    return arguments
+
+
+_STREAMS = {"hidden_states": (2, 5, -1), "encoder_hidden_states": (2, 3, -1)}
+
+
+def _ltx_arguments(dim: int) -> list[dict]:
+    (keywords,) = _arguments(**_STREAMS)(dim)
+    return [
+        {**keywords, "temb": _probe.random(2, tokens, 6 * dim, seed=9) * 0.5} for tokens in (1, 5)
+    ]
+
+
+def _wan_arguments(dim: int) -> list[dict]:
+    (keywords,) = _arguments(**_STREAMS)(dim)
+    keywords["rotary_emb"] = None
+    shapes = ((2, 6, dim), (2, 5, 6, dim))
+    return [{**keywords, "temb": _probe.random(*shape, seed=9) * 0.5} for shape in shapes]
+
+
+# class: its forward, the norms that it takes over, and the arguments of a probe
+_DIFFUSION_BLOCKS = {
+    "LTXVideoTransformerBlock": (_ltx_block, ("norm1", "norm2"), _ltx_arguments),
+    "FluxTransformerBlock": (
+        _flux_block,
+        ("norm2", "norm2_context"),
+        _arguments(**_STREAMS, temb=(2, -1)),
+    ),
+    "JointTransformerBlock": (
+        _joint_block,
+        ("norm2", "norm2_context"),
+        _arguments(**_STREAMS, temb=(2, -1)),
+    ),
+    "WanTransformerBlock": (_wan_block, ("norm1", "norm3"), _wan_arguments),
+}
+for _function, _, _ in _DIFFUSION_BLOCKS.values():
+    marked("gate_residual_ada_norm", _function)
