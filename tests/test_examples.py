@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import REPO_DIR
 
 EXAMPLES = REPO_DIR / "examples"
@@ -33,6 +34,23 @@ def test_dlrm(fuselage, tmp_path):
     assert "bias_act" in fused and "bias_act" not in eager  # in the profiler's table
 
 
+def test_transformers_llama(fuselage):
+    pytest.importorskip("transformers")
+    sizes = ["--layers", "2", "--hidden", "128", "--tokens", "32", "--repeats", "2", "--steps", "4"]
+    for way, replaced in (("--patch", True), (None, False)):
+        output = run("transformers_llama.py", *sizes, "--no-compile", *([way] if way else []))
+        assert "loss after 4 steps" in output
+        assert ("swiglu" in output) == replaced
+        assert [line.split()[0] for line in output.splitlines()[-2:]] == ["eager", "fuselage"]
+
+
+def test_diffusers_ltx_video(fuselage):
+    pytest.importorskip("diffusers")
+    output = run("diffusers_ltx_video.py", "--layers", "2", "--steps", "2", "--no-compile")
+    assert "after 2 steps the latents differ" in output and "gelu_tanh" in output
+    assert [line.split()[0] for line in output.splitlines()[-2:]] == ["eager", "fuselage"]
+
+
 BROKEN = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -57,5 +75,34 @@ def test_they_fail_where_the_operators_are_wrong(fuselage, tmp_path):
     ):
         command = [sys.executable, "-c", BROKEN.format(name=name), EXAMPLES, *options]
         result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        assert result.returncode == 1, result.stdout + result.stderr
+        assert "FAILED: " in result.stderr and "Traceback" not in result.stderr
+
+
+BROKEN_NORM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+sys.argv[1:] = sys.argv[2:]
+import {name} as example
+kernel, device = example.load()
+right = kernel.norm.rms_norm
+wrong = lambda *args, **options: 1.01 * right(*args, **options)
+kernel.layers.rms_norm = wrong
+kernel.integrations.transformers  # loads what is patched in
+sys.modules[kernel.__name__ + ".integrations._norms"].rms_norm = wrong
+sys.modules[kernel.__name__ + ".integrations._norms"]._behaves_the_same = lambda *args: True
+example.load = lambda: (kernel, device)
+example.main()
+"""
+
+
+def test_models_fail_where_the_norms_are_wrong(fuselage):
+    for name, options in (
+        ("transformers_llama", ["--layers", "1", "--hidden", "128", "--steps", "1", "--patch"]),
+        ("diffusers_ltx_video", ["--layers", "1", "--steps", "2", "--no-compile"]),
+    ):
+        pytest.importorskip(name.split("_")[0])
+        command = [sys.executable, "-c", BROKEN_NORM.format(name=name), EXAMPLES, *options]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
         assert result.returncode == 1, result.stdout + result.stderr
         assert "FAILED: " in result.stderr and "Traceback" not in result.stderr

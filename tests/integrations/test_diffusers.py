@@ -111,8 +111,20 @@ def sd3():
 
 # What must be among the calls of one forward, and how often at least.
 TRANSFORMERS = {
-    ltx: {"ada_norm": 2, "gate_residual_ada_norm": 2, "rms_norm": 8, "activation": 2},
-    flux: {"ada_norm": 6, "gate_residual_ada_norm": 4, "rms_norm": 10, "activation": 4},
+    ltx: {
+        "ada_norm": 2,
+        "gate_residual_ada_norm": 2,
+        "rms_norm": 8,
+        "activation": 2,
+        "apply_rotary": 4,
+    },
+    flux: {
+        "ada_norm": 6,
+        "gate_residual_ada_norm": 4,
+        "rms_norm": 10,
+        "activation": 4,
+        "apply_rotary": 6,
+    },
     wan: {"ada_norm": 2, "gate_residual_ada_norm": 2, "rms_norm": 8, "activation": 2},
     sd3: {"ada_norm": 8, "gate_residual_ada_norm": 5, "rms_norm": 14, "activation": 5},
 }

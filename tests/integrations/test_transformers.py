@@ -34,14 +34,14 @@ ONCE = "rms_norm (weight, rounded once)"
 # A layer calls the norm that it has with the residual: it adds no call of an operator.
 LAYERS = {"fused_add_rms_norm": 2}
 MODELS = {
-    "Llama": {LLAMA: 5, "swiglu": 2, **LAYERS},
-    "Qwen3": {LLAMA: 9, "swiglu": 2, **LAYERS},
-    "Mistral": {LLAMA: 5, "swiglu": 2, **LAYERS},
-    "Phi": {"gelu_tanh": 2},
-    "Phi3": {LLAMA: 5, "silu_and_mul": 2, **LAYERS},
-    "Gemma": {GEMMA: 5, "geglu (gelu_tanh)": 2, **LAYERS},
-    "Gemma3": {GEMMA: 13, "geglu (gelu_tanh)": 2, **LAYERS},
-    "GptOss": {ONCE: 5, "swiglu_clamped": 2},
+    "Llama": {LLAMA: 5, "swiglu": 2, "apply_rotary": 2, **LAYERS},
+    "Qwen3": {LLAMA: 9, "swiglu": 2, "apply_rotary": 2, **LAYERS},
+    "Mistral": {LLAMA: 5, "swiglu": 2, "apply_rotary": 2, **LAYERS},
+    "Phi": {"layer_norm": 3, "gelu_tanh": 2, "apply_rotary": 2},
+    "Phi3": {LLAMA: 5, "silu_and_mul": 2, "apply_rotary": 2, **LAYERS},
+    "Gemma": {GEMMA: 5, "geglu (gelu_tanh)": 2, "apply_rotary": 2, **LAYERS},
+    "Gemma3": {GEMMA: 13, "geglu (gelu_tanh)": 2, "apply_rotary": 2, **LAYERS},
+    "GptOss": {ONCE: 5, "swiglu_clamped": 2, "apply_rotary": 2},
 }
 # Whose plain model torch.compile takes whole, and one for each kind of norm and of MLP.
 COMPILED = ("Llama", "Phi3", "Gemma3")
@@ -96,6 +96,7 @@ def test_logits_loss_and_gradients(integration, fuselage, device, name):
     with counted_ops(fuselage) as counts:
         actual = loss(model, ids)
     assert sum(counts.values()) >= calls_of(name), (counts, str(report))
+    assert counts["apply_rotary"] == MODELS[name]["apply_rotary"]
     assert counts["fused_add_rms_norm"] == MODELS[name].get("fused_add_rms_norm", 0)
     expected = loss(plain, ids)
     assert_close(logits(model, ids).detach(), logits(plain, ids).detach(), "logits")
@@ -353,7 +354,7 @@ def test_the_hooks_of_accelerate(integration, fuselage, device):
             assert logits(model, tokens(device=device)).shape == expected.shape
         assert norms_in(counts) == 5
         hooks.remove_hook_from_submodules(model)
-        assert integration.unpatch(model) == 9
+        assert integration.unpatch(model) == 11
 
 
 # patch: what it recognises, and what it does not
@@ -578,6 +579,7 @@ def test_every_layer_is_in_the_mapping(integration, fuselage):
     mapping = integration.kernel_mapping()
     renamed = {"RotaryPosEmb": "rotary_pos_emb"}
     assert {renamed.get(name, name) for name in layers} == set(mapping)
+    assert {"RMSNorm", "RMSNormZeroCentered", "SiLU", "NewGELU", "SwiGLUMLP"} <= set(mapping)
     assert all(set(devices) == {"cpu", "cuda", "rocm"} for devices in mapping.values())
     with pytest.raises(ValueError, match="not both"):
         integration.kernel_mapping("a/b", repo_path=".")

@@ -23,8 +23,9 @@ class Match:
 
     Args:
         what: For the report, such as "swiglu".
-        function: Takes the place of the method; its first argument is the module.
-        attribute: Name of the method.
+        function: Takes the place of the method; its first argument is the module. Or an object that
+            takes the place of another one, which it has as `fuselage_original`.
+        attribute: Name of the method or the object.
         covers: Names of submodules that are not called any more.
     """
 
@@ -114,6 +115,9 @@ def install(module: torch.nn.Module, match: Match) -> Optional[str]:
     else:
         holder, name = module, match.attribute
     current = vars(holder).get(name)
+    if not isinstance(match.function, types.FunctionType):
+        setattr(module, name, match.function)
+        return None
     if current is not None and replacement(current) is None:
         own = getattr(type(module), match.attribute, None)
         if getattr(current, "__func__", None) is not own:
@@ -123,8 +127,8 @@ def install(module: torch.nn.Module, match: Match) -> Optional[str]:
 
 
 def replacement(method: object) -> Optional[str]:
-    """What a method of ours stands for; None for those of others."""
-    return getattr(getattr(method, "__func__", None), _MARK, None)
+    """What a method or an object of ours stands for; None for those of others."""
+    return getattr(getattr(method, "__func__", method), _MARK, None)
 
 
 def replacement_of(module: torch.nn.Module) -> Optional[str]:
@@ -166,7 +170,13 @@ def _slot(module: torch.nn.Module) -> tuple[object, str]:
 def _restore(module: torch.nn.Module, holder: object, name: str) -> int:
     if replacement(vars(holder).get(name)) is None:
         return 0
-    if holder is module and name != "_old_forward":
+    ours = vars(holder)[name]
+    if hasattr(ours, "fuselage_original"):
+        original = ours.fuselage_original
+        vars(original).update(vars(ours))  # what was set since
+        del original.fuselage_original
+        setattr(holder, name, original)
+    elif holder is module and name != "_old_forward":
         delattr(module, name)  # the class has it
     else:
         setattr(holder, name, types.MethodType(type(module).forward, module))

@@ -20,6 +20,7 @@ from ._gates import (
 )
 from ._norms import recognise_norm
 from ._patch import Report, patch_modules, unpatch_modules
+from ._rotary import recognise_rotary_attention, recognise_rotary_processor
 
 __all__ = ["Report", "patch", "unpatch"]
 
@@ -31,6 +32,8 @@ PARTS = (
     recognise_ada_norm,
     recognise_norm,
     recognise_activation,
+    recognise_rotary_attention,
+    recognise_rotary_processor,
 )
 BLOCKS = (recognise_diffusion_block, recognise_decoder_layer)
 

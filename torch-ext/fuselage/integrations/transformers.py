@@ -24,26 +24,13 @@ from ._blocks import recognise_decoder_layer
 from ._gates import recognise_activation, recognise_experts_gate, recognise_gated_mlp
 from ._norms import recognise_norm
 from ._patch import Report, patch_modules, unpatch_modules
+from ._rotary import recognise_rotary_attention
 
 __all__ = ["Report", "kernel_mapping", "patch", "unpatch"]
 
 _DEVICES = ("cpu", "cuda", "rocm")
-# What transformers' layers are called, and what other libraries may call theirs.
-_LAYERS = (
-    "FastGELU",
-    "GeGLUMLP",
-    "GeLU",
-    "GeluTanh",
-    "NewGELU",
-    "PolyNorm",
-    "QuickGELU",
-    "RMSNorm",
-    "RMSNormZeroCentered",
-    "SiLU",
-    "SwiGLUMLP",
-)
-# Layers that stand under another name in models: that name, and ours.
-_RENAMED = {"rotary_pos_emb": "RotaryPosEmb"}
+# Layers that stand under another name in models: ours, and that name.
+_RENAMED = {"RotaryPosEmb": "rotary_pos_emb"}
 
 
 class _LoadedLayer:
@@ -92,8 +79,8 @@ def kernel_mapping(
     """
     if repo_id is not None and repo_path is not None:
         raise ValueError("kernel_mapping: give repo_id or repo_path, not both")
-    names = {name: name for name in _LAYERS}
-    names |= {name: ours for name, ours in _RENAMED.items() if hasattr(layers, ours)}
+    members = vars(layers).items()
+    names = [k for k, v in members if isinstance(v, type) and issubclass(v, torch.nn.Module)]
 
     def repository(layer_name: str):
         if repo_path is not None:
@@ -111,11 +98,17 @@ def kernel_mapping(
             )
         return _LoadedLayer(layer_name)
 
-    return {name: dict.fromkeys(_DEVICES, repository(ours)) for name, ours in names.items()}
+    return {_RENAMED.get(name, name): dict.fromkeys(_DEVICES, repository(name)) for name in names}
 
 
 # What patch looks for, in this order.
-PARTS = (recognise_gated_mlp, recognise_experts_gate, recognise_norm, recognise_activation)
+PARTS = (
+    recognise_gated_mlp,
+    recognise_experts_gate,
+    recognise_norm,
+    recognise_activation,
+    recognise_rotary_attention,
+)
 BLOCKS = (recognise_decoder_layer,)
 
 

@@ -1,0 +1,148 @@
+#!/usr/bin/env python3
+"""A Llama of transformers with fuselage: checks logits, trains it, and times a forward.
+
+`make build` first. The weights are random: nothing is downloaded. `--patch` replaces every layer by
+what it computes; without it, `kernels.kernelize` replaces the layers that the model has names for.
+
+    python examples/transformers_llama.py --patch
+    python examples/transformers_llama.py --layers 2 --hidden 64 --tokens 32 --no-compile
+"""
+
+import argparse
+import copy
+import logging
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from kernels import KernelizeFallback, Mode, get_local_kernel, kernelize, use_kernel_mapping
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=10, help="of training")
+    parser.add_argument("--repeats", type=int, default=7, help="of each measurement")
+    parser.add_argument("--patch", action="store_true", help="patch() instead of kernelize()")
+    parser.add_argument("--no-compile", action="store_true")
+    return parser.parse_args()
+
+
+def check(holds: bool, failure: str) -> None:
+    if not holds:
+        sys.exit(f"FAILED: {failure}")
+
+
+def load():
+    """The kernel that was built, and the device it runs on."""
+    for device in ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]:
+        try:
+            # A CUDA build of Torch wants a CUDA variant unless it is told otherwise.
+            return get_local_kernel(REPO, backend="cpu" if device == "cpu" else None), device
+        except FileNotFoundError:
+            continue
+    sys.exit("FAILED: no kernel is built for this machine: make build")
+
+
+def build_llama(options: argparse.Namespace, device: str) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = max(options.hidden // 64, 2)
+    config = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=options.hidden,
+        intermediate_size=options.hidden * 11 // 4,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+    )
+    return LlamaForCausalLM(config).to(device).eval()
+
+
+def with_fuselage(model: torch.nn.Module, kernel, options: argparse.Namespace) -> torch.nn.Module:
+    """A copy of the model with fuselage's layers."""
+    model = copy.deepcopy(model)
+    integration = kernel.integrations.transformers
+    if options.patch:
+        print(integration.patch(model))
+        return model
+    device = "rocm" if model.device.type == "cuda" and torch.version.hip else model.device.type
+    logging.getLogger("kernels").setLevel(logging.ERROR)  # names each layer it has no kernel for
+    with use_kernel_mapping(integration.kernel_mapping(), inherit_mapping=False):
+        return kernelize(
+            model,
+            mode=Mode.TRAINING | Mode.TORCH_COMPILE,  # the layers are the same in every mode
+            device=device,
+            use_fallback=KernelizeFallback.NO_LAYER,
+        )
+
+
+def train(model: torch.nn.Module, ids: torch.Tensor, steps: int) -> list[float]:
+    """The loss before each step. The model itself stays as it is."""
+    model = copy.deepcopy(model).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def milliseconds(models: dict, ids: torch.Tensor, repeats: int) -> dict[str, float]:
+    """The median time of a forward, taken in turns so that all meet the same machine."""
+    wait = torch.cuda.synchronize if ids.is_cuda else bool
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for model in models.values():
+        model(input_ids=ids)  # compiles
+    for name, model in list(models.items()) * repeats:
+        wait()
+        start = time.perf_counter()
+        model(input_ids=ids)
+        wait()
+        times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    options = parse_arguments()
+    torch.manual_seed(0)
+    kernel, device = load()
+    plain = build_llama(options, device)
+    ids = torch.randint(0, 2048, (2, options.tokens), device=device)
+    # The plain model first: kernelize replaces the rotary embedding of all Llamas at once.
+    with torch.no_grad():
+        expected = plain(input_ids=ids).logits
+    losses = train(plain, ids, options.steps)
+    fused = with_fuselage(plain, kernel, options)
+    with torch.no_grad():
+        error = (fused(input_ids=ids).logits - expected).abs().max() / expected.abs().max()
+    print(f"logits differ by {error:.1e} of the largest")
+    check(error <= 1e-4, "that is more than 1e-4")
+    ours = train(fused, ids, options.steps)
+    print(f"loss after {options.steps} steps: {losses[-1]:.4f}, with fuselage {ours[-1]:.4f}")
+    worst = max(abs(a - b) / b for a, b in zip(ours, losses))
+    check(worst <= 1e-2, f"the losses differ by up to {worst:.1e}")
+    models = {"eager": plain, "fuselage": fused}
+    if not options.no_compile:
+        models |= {f"{name}, compiled": torch.compile(m) for name, m in list(models.items())}
+    with torch.no_grad():
+        for name, value in milliseconds(models, ids, options.repeats).items():
+            print(f"{name:20} {value:8.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
