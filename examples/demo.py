@@ -17,7 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import torch.nn.functional as F
-from kernels import LocalLayerRepository, Mode, get_local_kernel, kernelize, use_kernel_mapping
+from kernels import Mode, get_local_kernel, kernelize, use_kernel_mapping
 from rich.console import Console
 from rich.table import Table
 
@@ -68,10 +68,9 @@ def with_fuselage(model: torch.nn.Module, kernel) -> torch.nn.Module:
     model = copy.deepcopy(model)
     norms = [m for m in model.modules() if getattr(m, "kernel_layer_name", None) == "RMSNorm"]
     device = "rocm" if model.device.type == "cuda" and torch.version.hip else model.device.type
-    # The variant's own folder: that of the checkout would be searched for Torch's backend.
-    layer = LocalLayerRepository(Path(kernel.__file__).parent, layer_name="RMSNorm")
-    with use_kernel_mapping({"RMSNorm": {device: layer}}, inherit_mapping=False):
-        for norm in norms:  # the whole model without a fallback would need a kernel for RoPE too
+    mapping = kernel.integrations.transformers.kernel_mapping()
+    with use_kernel_mapping(mapping, inherit_mapping=False):
+        for norm in norms:  # and nothing else: RoPE would change in the plain model, too
             kernelize(norm, mode=Mode.INFERENCE, device=device, use_fallback=False)
     replaced = sum(n.forward.__func__ is kernel.layers.RMSNorm.forward for n in norms)
     expected = 2 * model.config.num_hidden_layers + 1

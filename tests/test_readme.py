@@ -98,12 +98,8 @@ def test_the_results_are_those_that_were_measured():
 def here(monkeypatch: pytest.MonkeyPatch, fuselage, device):
     """What makes the examples run on this machine, without a network."""
 
-    def layer(repo_id: str, *, layer_name: str, version: int):
-        return kernels.LocalLayerRepository(Path(fuselage.__file__).parent, layer_name=layer_name)
-
     get_kernel = partial(kernels.get_kernel, backend=kernel_backend())
     monkeypatch.setattr(kernels, "get_kernel", get_kernel)
-    monkeypatch.setattr(kernels, "LayerRepository", layer)
     return lambda code: code.replace('"cuda"', repr(device))
 
 
@@ -112,6 +108,20 @@ def test_the_example_runs(here, fuselage, device):
     exec(here(example(section("Use it"))), names)
     assert names["fuselage"] is fuselage
     assert names["y"].shape == names["x"].shape and names["y"].device.type == device
+
+
+def test_the_examples_of_the_integrations_run(here, fuselage, device):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=2)
+    page = (REPO_DIR / "docs/integrations.md").read_text()
+    examples = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert len(examples) == 2
+    for code in examples:
+        names = {"model": transformers.LlamaForCausalLM(config).to(device), "fuselage": fuselage}
+        exec(here(code), names)
+        forwards = [vars(m).get("forward") for m in names["model"].modules()]
+        assert sum(forward is not None for forward in forwards) >= 7
 
 
 def test_the_example_of_kernelize_runs(here, fuselage, device):

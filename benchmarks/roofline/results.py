@@ -125,4 +125,5 @@ def save(path: Path, results: dict) -> None:
 
 def stored_files(folder: Path = FOLDER) -> list[Path]:
     """All results, GPUs first."""
-    return sorted(folder.glob("*.json"), key=lambda path: (path.name.startswith("cpu-"), path.name))
+    found = [path for path in folder.glob("*.json") if not path.name.startswith("end_to_end_")]
+    return sorted(found, key=lambda path: (path.name.startswith("cpu-"), path.name))

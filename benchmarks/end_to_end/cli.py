@@ -1,0 +1,130 @@
+"""Runs the scenarios: verify first, then time four columns, then write and print the table."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from ..roofline import results
+from ..roofline.contenders import load_fuselage
+from . import measure
+from .report import table
+from .scenarios import SCENARIOS, Scenario
+
+COLUMNS = ("eager", "eager + fuselage", "torch.compile", "torch.compile + fuselage")
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.end_to_end",
+        description="Times whole models with random weights in four columns.",
+    )
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    add("--only", action="append", choices=SCENARIOS, help="repeatable; default: all")
+    add("--quick", action="store_true", help="small models, in float32: a test of the benchmark")
+    add("--layers", type=int, help="fewer layers than the model has; the table says so")
+    add("--seconds", type=float, default=3.0, help="of timing, for each column")
+    add("--no-compile", action="store_true", help="the first two columns alone")
+    add("--output", type=Path, help="the results file; default: benchmarks/results/...")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 1 if a patched model does not compute what the plain one does."""
+    options = parse_arguments(arguments)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu" and not options.quick:
+        print("on a CPU only --quick is feasible", file=sys.stderr)
+        return 2
+    if options.quick:
+        options.seconds = min(options.seconds, 0.1)
+    fuselage = load_fuselage(device)
+    path = options.output or results.FOLDER / f"end_to_end_{results.slug(device)}.json"
+    stored = results.load(path)
+    stored["environment"] = results.environment(device)
+    origin = results.provenance(fuselage)
+    failed = False
+    for name in options.only or SCENARIOS:
+        started = time.perf_counter()
+        torch.manual_seed(0)
+        scenario = SCENARIOS[name](device, options.quick, options.layers)
+        print(f"\n{scenario.title}", *scenario.notes, sep="\n  ", flush=True)
+        record = run(
+            scenario, getattr(fuselage.integrations, scenario.integration), options, device
+        )
+        stored["cases"][name] = {**origin, **record}
+        print(table(record), f"({time.perf_counter() - started:.0f} s)", sep="\n", flush=True)
+        failed |= not record["verified"]
+        if not options.quick or options.output:
+            results.save(path, stored)
+        del scenario
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return int(failed)
+
+
+def run(scenario: Scenario, integration, options: argparse.Namespace, device: str) -> dict:
+    """All columns of one scenario."""
+    model = scenario.model
+    expected = scenario.outputs()
+    columns = {}
+    for patched in (False, True):
+        if patched:
+            report = integration.patch(model)
+            error = max(map(relative_error, scenario.outputs(), expected))
+            limit = 1e-4 if options.quick else 0.05
+            verified = error <= limit and bool(report.replaced)
+            print(f"  outputs differ by {error:.1e} (RMS, relative); the limit is {limit}")
+            if not verified:
+                print("  FAILED: not timed")
+                break
+        columns[COLUMNS[patched]] = measured(scenario, model, options, device)
+        if options.no_compile:
+            continue
+        call, undo = scenario.compiled()
+        columns[COLUMNS[2 + patched]] = measured(scenario, call, options, device)
+        undo()
+    integration.unpatch(model)
+    return {
+        "title": scenario.title,
+        "notes": scenario.notes,
+        "verified": verified,
+        "error": error,
+        "per_sample": scenario.per_sample,
+        "replaced": len(report.replaced),
+        "left_alone": len(report.left_alone),
+        "columns": {name: columns[name] for name in COLUMNS if name in columns},
+    }
+
+
+def measured(scenario: Scenario, call, options: argparse.Namespace, device: str) -> dict:
+    """One column: milliseconds of a step, GiB, and milliseconds by kind of kernel."""
+
+    def step() -> None:
+        scenario.step(call)
+
+    first = time.perf_counter()
+    found = measure.times(step, device, options.seconds)
+    return {
+        "milliseconds": measure.summary(found),
+        "runs": len(found),
+        "seconds_in_all": time.perf_counter() - first,
+        "peak_gib": measure.peak_memory(step, device),
+        "breakdown": measure.breakdown(step, device),
+    }
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """RMS of the difference over the RMS of what is expected."""
+    actual, expected = actual.double(), expected.double()
+    if not actual.isfinite().all():
+        return float("inf")
+    return ((actual - expected).square().mean() / expected.square().mean()).sqrt().item()

@@ -1,0 +1,49 @@
+"""The table of one scenario."""
+
+from __future__ import annotations
+
+
+def replaced_share(columns: dict, name: str) -> float | None:
+    """The part of a column's device time that went to the operators that fuselage replaces.
+
+    With fuselage: its kernels. Without: what the other kernels than matmul and attention took, less
+    what they still take beside fuselage's.
+    """
+    shares = columns[name]["breakdown"]
+    total = sum(shares.values())
+    if not total:
+        return None
+    if name.endswith("fuselage"):
+        return shares["fuselage"] / total
+    beside = columns.get(f"{name} + fuselage")
+    return None if beside is None else (shares["other"] - beside["breakdown"]["other"]) / total
+
+
+def table(record: dict) -> str:
+    """In Markdown."""
+    columns, steps = record["columns"], record["per_sample"]
+    unit = "ms" if steps == 1 else f"ms / {steps} steps"
+    lines = [
+        f"| | {unit} | min to max | over eager | over the same without fuselage | peak GiB | "
+        "replaced operators' share | matmul + attention |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, column in columns.items():
+        times = column["milliseconds"]
+        eager = columns["eager"]["milliseconds"]["median"] / times["median"]
+        without = columns[name.removesuffix(" + fuselage")]["milliseconds"]["median"]
+        share = replaced_share(columns, name)
+        total = sum(column["breakdown"].values()) or 1.0
+        big = (column["breakdown"]["matmul"] + column["breakdown"]["attention"]) / total
+        cells = [
+            name,
+            f"{times['median'] * steps:.1f}",
+            f"{times['min'] * steps:.1f} to {times['max'] * steps:.1f}",
+            f"{eager:.2f}x",
+            f"{without / times['median']:.2f}x" if name.endswith("fuselage") else "",
+            "-" if column["peak_gib"] is None else f"{column['peak_gib']:.1f}",
+            "-" if share is None else f"{share:.0%}",
+            f"{big:.0%}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)

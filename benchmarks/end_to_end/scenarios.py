@@ -1,0 +1,277 @@
+"""The models and what is timed of them. Weights are random; nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Scenario:
+    """One thing to time.
+
+    Attributes:
+        title: Model, shape and dtype, for the table.
+        model: With its weights, on the device.
+        step: Runs it once, with the model to call: the model itself, or compiled.
+        outputs: What must agree with the plain model's, from a run of its own.
+        compiled: Compiles the model in place, and returns what to call and what undoes it.
+        integration: The part of fuselage.integrations that patches it.
+        per_sample: Steps in what the table calls one sample, such as the steps of a denoising.
+        notes: What a reader must know: sizes that were reduced, and how it was compiled.
+    """
+
+    title: str
+    model: torch.nn.Module
+    step: Callable[[Callable], object]
+    outputs: Callable[[], tuple[torch.Tensor, ...]]
+    compiled: Callable[[], tuple[Callable, Callable[[], None]]]
+    integration: str
+    per_sample: int = 1
+    notes: list[str] = field(default_factory=list)
+
+
+LLAMA_3_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+}
+SMALL_LLAMA = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+TRAINING_BYTES_A_LAYER = (
+    4.0 * 2**30
+)  # of 8B: weights, gradients, AdamW and activations, 4096 tokens
+
+
+@contextmanager
+def created_on(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """Weights are made where they stay, and in their dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def llama(device: str, quick: bool, layers: int | None, training: bool = False):
+    """The model, its title and notes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(SMALL_LLAMA if quick else LLAMA_3_8B)
+    whole = sizes["num_hidden_layers"]
+    if training and not quick and layers is None:
+        free = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
+        layers = max(1, min(whole, int((free - 12 * 2**30) / TRAINING_BYTES_A_LAYER)))
+    sizes["num_hidden_layers"] = layers or whole
+    dtype = torch.float32 if quick else torch.bfloat16
+    with created_on(device, dtype):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False)).eval()
+    name = "small Llama" if quick else "Llama-3-8B shape"
+    notes = []
+    if sizes["num_hidden_layers"] != whole:
+        notes.append(f"{sizes['num_hidden_layers']} of {whole} layers")
+    return model, f"{name}, {'fp32' if quick else 'bf16'}", notes
+
+
+def compiled_blocks(blocks: list[torch.nn.Module], model: torch.nn.Module):
+    """Compiles the blocks, which are alike, one by one: once for all of them."""
+
+    def compile() -> tuple[Callable, Callable[[], None]]:
+        torch._dynamo.reset()
+        for block in blocks:
+            block.compile(fullgraph=True)
+
+        def undo() -> None:
+            for block in blocks:
+                block._compiled_call_impl = None
+
+        return model, undo
+
+    return compile
+
+
+BLOCKS_NOTE = "compiled block by block (fullgraph), as all blocks are alike"
+
+
+def llama_prefill(device: str, quick: bool, layers: int | None) -> Scenario:
+    """Logits of the last token of prompts."""
+    model, title, notes = llama(device, quick, layers)
+    batch, tokens = (2, 64) if quick else (2, 4096)
+    ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=device)
+
+    @torch.no_grad()
+    def step(call: Callable) -> torch.Tensor:
+        return call(input_ids=ids, logits_to_keep=1).logits
+
+    return Scenario(
+        title=f"{title}: prefill of {batch}x{tokens} tokens",
+        model=model,
+        step=step,
+        outputs=lambda: (step(model),),
+        compiled=compiled_blocks(list(model.model.layers), model),
+        integration="transformers",
+        notes=[*notes, BLOCKS_NOTE],
+    )
+
+
+def llama_decode(device: str, quick: bool, layers: int | None) -> Scenario:
+    """One token for each sequence, with a static cache."""
+    from transformers import StaticCache
+
+    model, title, notes = llama(device, quick, layers)
+    batch, context = (2, 32) if quick else (8, 1024)
+    ids = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
+    cache = StaticCache(config=model.config, max_cache_len=context + 1)
+    position = torch.full((batch, 1), context, device=device)
+
+    @torch.no_grad()
+    def fill() -> None:
+        cache.reset()
+        model.model(input_ids=ids, past_key_values=cache, use_cache=True)
+
+    @torch.no_grad()
+    def step(call: Callable) -> torch.Tensor:
+        _rewind(cache, context)  # the same token again: every step does the same work
+        return call(
+            input_ids=ids[:, -1:], position_ids=position, past_key_values=cache, use_cache=True
+        ).logits
+
+    def outputs() -> tuple[torch.Tensor, ...]:
+        fill()
+        return (step(model),)
+
+    def compile() -> tuple[Callable, Callable[[], None]]:
+        torch._dynamo.reset()
+        fill()
+        # CUDA graphs: a step is short enough for the launches to be what takes the time.
+        mode = "reduce-overhead" if device == "cuda" else "default"
+        return torch.compile(model, mode=mode), torch._dynamo.reset
+
+    outputs()
+    return Scenario(
+        title=f"{title}: decode, {batch} sequences after {context} tokens",
+        model=model,
+        step=step,
+        outputs=outputs,
+        compiled=compile,
+        integration="transformers",
+        notes=[*notes, "static cache", "compiled whole, with CUDA graphs on a GPU"],
+    )
+
+
+def _rewind(cache, length: int) -> None:
+    """Makes a static cache forget the tokens after `length`."""
+    for layer in cache.layers:
+        for name in ("cumulative_length", "_cumulative_length"):
+            value = getattr(layer, name, None)
+            if isinstance(value, torch.Tensor):
+                value.fill_(length)
+            elif value is not None:
+                setattr(layer, name, length)
+
+
+def llama_training(device: str, quick: bool, layers: int | None) -> Scenario:
+    """Forward, loss, backward and AdamW."""
+    model, title, notes = llama(device, quick, layers, training=True)
+    model.train()
+    batch, tokens = (2, 64) if quick else (1, 4096)
+    ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=device)
+    # A rate of zero: the model stays the same for all columns, and the work does too.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=device == "cuda")
+
+    def loss_of(call: Callable) -> torch.Tensor:
+        return call(input_ids=ids, labels=ids).loss
+
+    def step(call: Callable) -> None:
+        loss_of(call).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def outputs() -> tuple[torch.Tensor, ...]:
+        loss = loss_of(model)
+        loss.backward()
+        norms = [model.model.norm.weight.grad, model.model.layers[0].input_layernorm.weight.grad]
+        optimizer.zero_grad()
+        return loss.detach(), *norms
+
+    return Scenario(
+        title=f"{title}: training step of {batch}x{tokens} tokens, AdamW",
+        model=model,
+        step=step,
+        outputs=outputs,
+        compiled=compiled_blocks(list(model.model.layers), model),
+        integration="transformers",
+        notes=[*notes, BLOCKS_NOTE],
+    )
+
+
+def ltx_video(device: str, quick: bool, layers: int | None) -> Scenario:
+    """The transformer of LTX-Video: 30 steps of denoising, with guidance."""
+    from diffusers import LTXVideoTransformer3DModel
+
+    sizes = {"num_attention_heads": 4, "cross_attention_dim": 256, "num_layers": 2} if quick else {}
+    notes = []
+    if layers is not None:
+        sizes["num_layers"] = layers
+        notes.append(f"{layers} of 28 layers")
+    dtype = torch.float32 if quick else torch.bfloat16
+    with created_on(device, dtype):
+        model = LTXVideoTransformer3DModel(**sizes).eval()
+    pixel_frames, pixel_height, pixel_width = (9, 64, 96) if quick else (49, 512, 768)
+    frames, height, width = (pixel_frames - 1) // 8 + 1, pixel_height // 32, pixel_width // 32
+    text, steps = (16, 3) if quick else (128, 30)
+    with created_on(device, dtype):
+        inputs = {
+            "hidden_states": torch.randn(2, frames * height * width, 128),
+            "encoder_hidden_states": torch.randn(2, text, 4096),
+            "timestep": torch.full((2,), 500.0),
+            "encoder_attention_mask": torch.ones(2, text),
+        }
+    inputs |= {
+        "num_frames": frames,
+        "height": height,
+        "width": width,
+        "rope_interpolation_scale": (8 / 25, 32, 32),
+        "return_dict": False,
+    }
+
+    @torch.no_grad()
+    def step(call: Callable) -> torch.Tensor:
+        return call(**inputs)[0]
+
+    size = "small LTX-Video" if quick else "LTX-Video"
+    return Scenario(
+        title=f"{size}, {'fp32' if quick else 'bf16'}: {pixel_frames} frames of "
+        f"{pixel_height}x{pixel_width}, {steps} steps, with guidance (batch 2)",
+        model=model,
+        step=step,
+        outputs=lambda: (step(model),),
+        compiled=compiled_blocks(list(model.transformer_blocks), model),
+        integration="diffusers",
+        per_sample=steps,
+        notes=[*notes, BLOCKS_NOTE, "the transformer alone: no text encoder, no autoencoder"],
+    )
+
+
+SCENARIOS: dict[str, Callable[[str, bool, int | None], Scenario]] = {
+    "llama-prefill": llama_prefill,
+    "llama-decode": llama_decode,
+    "llama-training": llama_training,
+    "ltx-video": ltx_video,
+}
