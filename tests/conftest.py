@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -79,3 +80,12 @@ def seed() -> int:
     random.seed(value)
     torch.manual_seed(value)
     return value
+
+
+@pytest.fixture(autouse=True)
+def plain_rotary_embedding():
+    """Undoes what `kernelize` does to the function that all Llamas of the process share."""
+    yield
+    llama = sys.modules.get("transformers.models.llama.modeling_llama")
+    if llama is not None:
+        vars(llama.apply_rotary_pos_emb).pop("forward", None)
