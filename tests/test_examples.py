@@ -83,7 +83,7 @@ BROKEN_NORM = """
 import sys
 sys.path.insert(0, sys.argv[1])
 sys.argv[1:] = sys.argv[2:]
-import {name} as example
+import transformers_llama as example
 kernel, device = example.load()
 right = kernel.norm.rms_norm
 wrong = lambda *args, **options: 1.01 * right(*args, **options)
@@ -96,13 +96,10 @@ example.main()
 """
 
 
-def test_models_fail_where_the_norms_are_wrong(fuselage):
-    for name, options in (
-        ("transformers_llama", ["--layers", "1", "--hidden", "128", "--steps", "1", "--patch"]),
-        ("diffusers_ltx_video", ["--layers", "1", "--steps", "2", "--no-compile"]),
-    ):
-        pytest.importorskip(name.split("_")[0])
-        command = [sys.executable, "-c", BROKEN_NORM.format(name=name), EXAMPLES, *options]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
-        assert result.returncode == 1, result.stdout + result.stderr
-        assert "FAILED: " in result.stderr and "Traceback" not in result.stderr
+def test_a_model_fails_where_the_norms_are_wrong(fuselage):
+    pytest.importorskip("transformers")
+    options = ["--layers", "1", "--hidden", "128", "--steps", "1", "--patch"]
+    command = [sys.executable, "-c", BROKEN_NORM, EXAMPLES, *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "FAILED: " in result.stderr and "Traceback" not in result.stderr

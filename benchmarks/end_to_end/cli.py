@@ -54,7 +54,11 @@ def main(arguments: list[str] | None = None) -> int:
     for name in options.only or SCENARIOS:
         started = time.perf_counter()
         torch.manual_seed(0)
-        scenario = SCENARIOS[name](device, options.quick, options.layers)
+        try:
+            scenario = SCENARIOS[name](device, options.quick, options.layers)
+        except ModuleNotFoundError as error:
+            print(f"\n{name}: left out, {error}", flush=True)
+            continue
         print(f"\n{scenario.title}", *scenario.notes, sep="\n  ", flush=True)
         record = run(
             scenario, getattr(fuselage.integrations, scenario.integration), options, device
