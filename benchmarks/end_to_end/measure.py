@@ -11,7 +11,8 @@ import torch
 
 # Device kernels by their names, and the CPU's operators by theirs.
 _MATMUL = re.compile(
-    r"gemm|nvjet|cutlass|xmma|cublas|splitk|aten::(addmm|mm|bmm|baddbmm|linear)$", re.IGNORECASE
+    r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|aten::(addmm|mm|bmm|baddbmm|linear)$",
+    re.IGNORECASE,
 )
 _ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
 _FUSELAGE = re.compile(r"fuselage", re.IGNORECASE)

@@ -52,9 +52,9 @@ SMALL_LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-TRAINING_BYTES_A_LAYER = (
-    4.0 * 2**30
-)  # of 8B: weights, gradients, AdamW and activations, 4096 tokens
+# Of 8B with 4096 tokens: weights, gradients, AdamW's averages and activations of a layer, and the
+# same of embedding, head, logits and loss.
+TRAINING_BYTES_A_LAYER, TRAINING_BYTES = 3.0 * 2**30, 22 * 2**30
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def llama(device: str, quick: bool, layers: int | None, training: bool = False):
     whole = sizes["num_hidden_layers"]
     if training and not quick and layers is None:
         free = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
-        layers = max(1, min(whole, int((free - 12 * 2**30) / TRAINING_BYTES_A_LAYER)))
+        layers = max(1, min(whole, int((free - TRAINING_BYTES) / TRAINING_BYTES_A_LAYER)))
     sizes["num_hidden_layers"] = layers or whole
     dtype = torch.float32 if quick else torch.bfloat16
     with created_on(device, dtype):
