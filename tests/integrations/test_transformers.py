@@ -503,6 +503,41 @@ class DroppingMLP(MLP):
         self.dropout = nn.Dropout(0.1)
 
 
+class ClampedMLP(MLP):
+    """As in DeepSeek-V4 and Step-3.7."""
+
+    def __init__(self, limit):
+        super().__init__(nn.SiLU())
+        self.limit = limit
+
+    def forward(self, x):
+        gate = self.gate_proj(x).clamp(max=self.limit)
+        up = self.up_proj(x).clamp(min=-self.limit, max=self.limit)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class ClampedExperts(nn.Module):
+    def __init__(self, limit):
+        super().__init__()
+        self.act_fn, self.limit = nn.SiLU(), limit
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+
+@pytest.mark.parametrize("limit", [7, 10, 16, 40])
+def test_a_clamp_is_seen(integration, limit):
+    for module, why in (
+        (ClampedMLP(limit), "computes something else"),
+        (ClampedExperts(limit), ""),
+    ):
+        report = integration.patch(nn.Sequential(module))
+        assert not report.replaced and why in report.left_alone["0"]
+    for module in (ClampedMLP(float("inf")), ClampedExperts(float("inf"))):
+        assert integration.patch(nn.Sequential(module)).replaced.keys() == {"0"}
+
+
 def test_what_only_looks_like_a_gated_mlp_is_left_alone(integration):
     class Clipped(nn.Module):
         def forward(self, x):

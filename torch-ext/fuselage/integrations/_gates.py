@@ -129,9 +129,25 @@ def _child_activation(module: torch.nn.Module, names: tuple[str, ...]) -> tuple[
 
 def _same_as(module, function, children: dict, parameters: Optional[dict] = None) -> bool:
     plain = _probe.stand_in(module, parameters, children)
-    x = _probe.random(32, 8) * 3
-    expected = _probe.call(type(module).forward, plain, x.clone())
-    return _probe.agree(_probe.call(function, plain, x.clone()), expected)
+    for scale in _SCALES:
+        x = _probe.random(32, 8) * scale
+        expected = _probe.call(type(module).forward, plain, x.clone())
+        actual = _probe.call(function, plain, x.clone())
+        if not _probe.agree(*_in_proportion(actual, expected)):
+            return False
+    return True
+
+
+# Models clamp what they multiply, to 16 and less. The larger inputs go far beyond that.
+_SCALES = (3, 9, 300)
+
+
+def _in_proportion(actual: object, expected: object) -> tuple[object, object]:
+    """Over the largest value: float32 noise of large terms remains where they cancel."""
+    if not (isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor)):
+        return actual, expected
+    largest = _probe.call(lambda: expected.abs().max().clamp_min(1))
+    return actual / largest, expected / largest
 
 
 def recognise_gated_mlp(module: torch.nn.Module) -> Found:
@@ -197,11 +213,12 @@ def recognise_experts_gate(module: torch.nn.Module) -> Found:
     method = getattr(type(module), "_apply_gate", None)
     if method is None or not _probe.takes_one_tensor(method):
         return None
-    x = _probe.random(64, 16) * 6
-    expected = _probe.call(method, _probe.stand_in(module, None, vars(module)["_modules"]), x)
+    plain = _probe.stand_in(module, None, vars(module)["_modules"])
+    x = torch.cat([_probe.random(64, 16) * 2 * scale for scale in _SCALES])
+    expected = _probe.call(method, plain, x)
     activation = activation_of(module.act_fn) if callable(getattr(module, "act_fn", None)) else None
     for function in (_clamped_gate, _experts_gate(activation)):
-        if function and _probe.agree(_probe.call(function, module, x), expected):
+        if function and _probe.agree(_probe.call(function, plain, x), expected):
             return Match(function.fuselage_replacement, function, attribute="_apply_gate")
     return "its gate is none that fuselage has"
 
