@@ -526,6 +526,33 @@ class ClampedExperts(nn.Module):
         return self.act_fn(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
 
 
+class FunctionalDropoutMLP(MLP):
+    """As in Seed-OSS."""
+
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.1, training=self.training)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_dropout_without_a_module_is_seen(integration, training):
+    model = nn.Sequential(FunctionalDropoutMLP(nn.SiLU())).train(training)
+    state = torch.get_rng_state()
+    report = integration.patch(model)
+    assert not report.replaced and "computes something else" in report.left_alone["0"]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_layer_that_drops_out_is_left_alone(integration, training):
+    Idefics = transformers.models.idefics
+    config = Idefics.IdeficsConfig(
+        hidden_size=32, intermediate_size=64, num_attention_heads=2, dropout=0.1
+    )
+    layer = Idefics.modeling_idefics.IdeficsDecoderLayer(config).train(training)
+    report = integration.patch(layer)
+    assert "" not in report.replaced and "does not add" in report.left_alone[""]
+
+
 @pytest.mark.parametrize("limit", [7, 10, 16, 40])
 def test_a_clamp_is_seen(integration, limit):
     for module, why in (

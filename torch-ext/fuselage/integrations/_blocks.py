@@ -61,11 +61,13 @@ def _decoder_behaves_the_same(module, function, fused: str) -> bool:
     for i, name in enumerate(name for name in stubs if name.endswith("layernorm")):
         stubs[name] = _probe.Stub(lambda x, i=i: torch.sin(x * (1 + i / 8)) + i)
     stubs[fused] = _probe.Stub(norm_with_residual)
-    plain = _probe.stand_in(module, None, stubs)
     x, positions = _probe.random(2, 3, 8), _probe.random(8, seed=1)
     keywords = {"position_embeddings": positions, "flag": 0.5}
-    expected = _probe.call(lambda: type(module).forward(plain, x, **keywords))
-    return _probe.agree_all(_probe.call(lambda: function(plain, x, **keywords)), expected)
+    for plain in _probe.stand_ins(module, None, stubs):
+        expected = _probe.call(partial(type(module).forward, plain, x, **keywords))
+        if not _probe.agree_all(_probe.call(partial(function, plain, x, **keywords)), expected):
+            return False
+    return True
 
 
 def _llama_layer(self, hidden_states, *args, **kwargs):
@@ -144,11 +146,11 @@ def _block_behaves_the_same(module, function, arguments) -> bool:
         name: _probe.random(*p.shape, seed=7) * 0.5
         for name, p in module.named_parameters(recurse=False)
     }
-    plain = _probe.stand_in(module, parameters, stubs)
-    for keywords in arguments(dim):
-        expected = _probe.call(partial(type(module).forward, plain, **keywords))
-        if not _probe.agree_all(_probe.call(partial(function, plain, **keywords)), expected):
-            return False
+    for plain in _probe.stand_ins(module, parameters, stubs):
+        for keywords in arguments(dim):
+            expected = _probe.call(partial(type(module).forward, plain, **keywords))
+            if not _probe.agree_all(_probe.call(partial(function, plain, **keywords)), expected):
+                return False
     return True
 
 

@@ -128,13 +128,13 @@ def _child_activation(module: torch.nn.Module, names: tuple[str, ...]) -> tuple[
 
 
 def _same_as(module, function, children: dict, parameters: Optional[dict] = None) -> bool:
-    plain = _probe.stand_in(module, parameters, children)
-    for scale in _SCALES:
-        x = _probe.random(32, 8) * scale
-        expected = _probe.call(type(module).forward, plain, x.clone())
-        actual = _probe.call(function, plain, x.clone())
-        if not _probe.agree(*_in_proportion(actual, expected)):
-            return False
+    for plain in _probe.stand_ins(module, parameters, children):
+        for scale in _SCALES:
+            x = _probe.random(32, 8) * scale
+            expected = _probe.call(type(module).forward, plain, x.clone())
+            actual = _probe.call(function, plain, x.clone())
+            if not _probe.agree(*_in_proportion(actual, expected)):
+                return False
     return True
 
 

@@ -35,6 +35,7 @@ def stand_in(
     module: torch.nn.Module,
     parameters: Optional[dict] = None,
     modules: Optional[dict] = None,
+    training: bool = False,
 ) -> torch.nn.Module:
     """A module of the same class and attributes, with these parameters and submodules instead."""
     copy = type(module).__new__(type(module))
@@ -42,7 +43,17 @@ def stand_in(
     vars(copy)["_parameters"] = dict(parameters or {})
     vars(copy)["_buffers"] = {}
     vars(copy)["_modules"] = dict(modules or {})
+    vars(copy)["training"] = training
     return copy
+
+
+def stand_ins(
+    module: torch.nn.Module,
+    parameters: Optional[dict] = None,
+    modules: Optional[dict] = None,
+) -> list[torch.nn.Module]:
+    """`stand_in` for inference and for training, where a forward may drop something out."""
+    return [stand_in(module, parameters, modules, training) for training in (False, True)]
 
 
 def call(function: Callable, *args):
@@ -50,7 +61,8 @@ def call(function: Callable, *args):
     try:
         with torch.no_grad(), torch.device("cpu"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return function(*args)
+            with torch.random.fork_rng(devices=[]):  # dropout takes random numbers
+                return function(*args)
     except Exception as error:  # whatever a model's code may raise
         return error
 
