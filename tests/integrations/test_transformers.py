@@ -281,6 +281,35 @@ def test_autocast(integration, fuselage, device):
     assert_close(actual, expected, tol=0.02)
 
 
+@pytest.mark.parametrize("make", [lambda: nn.RMSNorm(64, eps=1e-5), lambda: nn.LayerNorm(64)])
+def test_what_autocast_runs_in_float32_runs_as_before(integration, fuselage, device, make):
+    module, x = make().to(device), torch.randn(3, 64, device=device).bfloat16()
+    _same_under_autocast(integration, fuselage, device, module, x)
+
+
+def test_an_activation_under_autocast(integration, fuselage, device):
+    module = transformers.activations.NewGELUActivation()
+    x = torch.randn(3, 64, device=device).bfloat16()
+    _same_under_autocast(integration, fuselage, device, module, x)
+
+
+def _same_under_autocast(integration, fuselage, device, module, x):
+    with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
+        expected = module(x)
+        assert integration.patch(module).replaced
+        with counted_ops(fuselage) as counts:
+            actual = module(x)
+    assert not counts and actual.dtype == expected.dtype and torch.equal(actual, expected)
+
+
+def test_a_patched_model_on_the_meta_device(integration):
+    """Autocast does not know that device, and raises when it is asked."""
+    model = nn.Sequential(nn.RMSNorm(64, eps=1e-5), nn.LayerNorm(64), nn.Linear(64, 64))
+    model.append(transformers.activations.NewGELUActivation())
+    assert len(integration.patch(model).replaced) == 3
+    assert model.to("meta")(torch.empty(2, 64, device="meta")).shape == (2, 64)
+
+
 # Hooks that replace the forward, as accelerate's
 
 

@@ -54,11 +54,7 @@ def modulate(
 
 def fusible(x: torch.Tensor, scale: torch.Tensor) -> bool:
     """Whether the fused operator gives the dtype that the formula gives."""
-    return (
-        x.dtype == scale.dtype
-        and x.dtype in _probe.DTYPES
-        and not torch.is_autocast_enabled(x.device.type)
-    )
+    return x.dtype == scale.dtype and x.dtype in _probe.DTYPES and not _probe.autocasts(x)
 
 
 def _behaves_the_same(module, function: Callable, chunks: int, arguments: tuple) -> bool:

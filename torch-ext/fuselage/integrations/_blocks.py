@@ -303,7 +303,7 @@ def _wan_block(self, hidden_states, encoder_hidden_states, temb, rotary_emb):
     else:
         ada = (self.scale_shift_table + temb.float()).chunk(6, dim=1)
     shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = ada
-    taken = x.dtype in _probe.DTYPES and not torch.is_autocast_enabled(x.device.type)
+    taken = x.dtype in _probe.DTYPES and not _probe.autocasts(x)
     if not (taken and scale.dtype == torch.float32):
         return type(self).forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
     normed = ada_layer_norm(x, scale, shift, eps=self.norm1.eps)

@@ -159,7 +159,9 @@ def _rms_forward(eps: str, name: str, offset: float, rounding: str) -> Callable:
             total = residual + x
             return forward(self, total), total
         weight = getattr(self, "weight", None)
-        if not _taken(x, weight):
+        # Autocast runs F.rms_norm in float32 on a GPU, and the modules around it expect that.
+        autocast = isinstance(self, torch.nn.RMSNorm) and _probe.autocasts(x)
+        if autocast or not _taken(x, weight):
             if residual is None:
                 return type(self).forward(self, x)
             total = residual + x
@@ -187,8 +189,7 @@ def _rms_forward(eps: str, name: str, offset: float, rounding: str) -> Callable:
 def _layer_forward(eps: str, name: str) -> Callable:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
-        # Autocast runs F.layer_norm in float32, and the modules around it expect that.
-        if not _taken(x, weight) or torch.is_autocast_enabled(x.device.type):
+        if not _taken(x, weight) or _probe.autocasts(x):  # as F.rms_norm
             return type(self).forward(self, x)
         return layer_norm(x, weight, bias, getattr(self, eps))
 

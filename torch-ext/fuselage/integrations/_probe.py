@@ -67,6 +67,11 @@ def call(function: Callable, *args):
         return error
 
 
+def autocasts(x: torch.Tensor) -> bool:
+    """Whether the operations on `x` run under autocast, which the meta device does not have."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
 def takes_one_tensor(function: Callable) -> bool:
     """Whether it can be called with the module and one tensor, and with nothing else."""
     try:
