@@ -8,6 +8,7 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -622,6 +623,39 @@ def test_activations(integration, fuselage):
     assert report.left_alone.keys() == others
     assert "something else" in report.left_alone["gelu_10"]
     assert "one kernel" in report.left_alone["silu"]
+
+
+class DtypeRMSNorm(Norm):
+    """Rounds where an attribute says."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        if self.dtype is None:
+            return self.weight * self.normalised(x).to(x.dtype)
+        return (self.normalised(x).to(self.dtype) * self.weight.float()).to(x.dtype)
+
+
+class ScaledRMSNorm(Norm):
+    """What it computes stands in an attribute of an attribute."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.config = SimpleNamespace(scale=scale)
+
+    def forward(self, x):
+        return (self.normalised(x) * self.config.scale * self.weight.float()).to(x.dtype)
+
+
+def test_norms_of_one_class_are_told_apart_by_all_their_attributes(integration):
+    kinds = {"once": torch.float32, "twice": None}
+    model = nn.ModuleDict({name: DtypeRMSNorm(dtype) for name, dtype in kinds.items()})
+    model.update({"plain": ScaledRMSNorm(1), "scaled": ScaledRMSNorm(2)})
+    report = integration.patch(model)
+    assert report.replaced == {"once": ONCE, "twice": LLAMA, "plain": ONCE}
+    assert report.left_alone.keys() == {"scaled"}
 
 
 def test_a_probe_touches_neither_parameters_nor_random_numbers(integration):

@@ -61,15 +61,27 @@ def _why_not_a_norm(module: torch.nn.Module) -> Optional[str]:
 def _match(module: torch.nn.Module, eps: str) -> Found:
     weight, bias = (vars(module)["_parameters"].get(name) for name in ("weight", "bias"))
     dim = _dim(module, weight)
-    attributes = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, tuple))}
-    attributes = tuple(sorted((k, str(v)) for k, v in attributes.items() if k != "training"))
-    key = (type(module), attributes, dim, weight is None, bias is None, eps)
-    if key not in _found:
-        _found[key] = _probe_styles(module, eps, dim, weight is not None, bias is not None)
-    return _found[key]
+    key = (type(module), _attributes(module), dim, weight is None, bias is None, eps)
+    if key[1] is not None and key in _found:
+        return _found[key]
+    found = _probe_styles(module, eps, dim, weight is not None, bias is not None)
+    if key[1] is not None:
+        _found[key] = found
+    return found
 
 
 _found: dict[tuple, Found] = {}
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_PLAIN = (int, float, str, tuple, type(None), torch.dtype, torch.device)
+
+
+def _attributes(module: torch.nn.Module) -> Optional[tuple]:
+    """The module's own attributes; None if there is one that cannot be compared, as a config."""
+    names = vars(module).keys() - _OF_EVERY_MODULE - set(_probe.HOOKS)
+    values = {name: vars(module)[name] for name in sorted(names)}
+    if not all(isinstance(value, _PLAIN) for value in values.values()):
+        return None
+    return tuple((name, repr(value)) for name, value in values.items())
 
 
 def _dim(module: torch.nn.Module, weight: Optional[torch.Tensor]) -> int:

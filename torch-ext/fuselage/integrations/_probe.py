@@ -21,7 +21,7 @@ PAIRS = (
     (torch.float16, torch.float16),
     (torch.bfloat16, torch.float32),
 )
-_HOOKS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_apply_gate")
+HOOKS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_apply_gate")
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -39,7 +39,7 @@ def stand_in(
 ) -> torch.nn.Module:
     """A module of the same class and attributes, with these parameters and submodules instead."""
     copy = type(module).__new__(type(module))
-    vars(copy).update({k: v for k, v in vars(module).items() if k not in _HOOKS})
+    vars(copy).update({k: v for k, v in vars(module).items() if k not in HOOKS})
     vars(copy)["_parameters"] = dict(parameters or {})
     vars(copy)["_buffers"] = {}
     vars(copy)["_modules"] = dict(modules or {})
