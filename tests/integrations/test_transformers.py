@@ -205,6 +205,48 @@ def test_patching_twice_is_patching_once(integration, device):
     assert integration.unpatch(model) == len(first.replaced)
 
 
+class Wrapped(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+
+def _kernelized(model, integration):
+    with use_kernel_mapping(integration.kernel_mapping(), inherit_mapping=False):
+        kernelize(model, mode=Mode.TRAINING, device="cpu", use_fallback=KernelizeFallback.NO_LAYER)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Phi3", "Gemma3"])
+@pytest.mark.parametrize("change", ["unpatched", "wrapped", "kernelized", "listened to"])
+def test_a_norm_may_change_after_the_patch(integration, fuselage, name, change):
+    """A layer gives its norm two tensors; only the forward that patch has set takes them."""
+    model = build(name)
+    ids, seen = tokens(), []
+    with torch.no_grad():
+        expected = logits(model, ids)
+    integration.patch(model)
+    which = "pre_feedforward_layernorm" if name == "Gemma3" else "post_attention_layernorm"
+    for layer in model.model.layers:
+        norm = getattr(layer, which)
+        if change == "unpatched":
+            assert integration.unpatch(norm) == 1
+        elif change == "wrapped":
+            setattr(layer, which, Wrapped(norm))
+        elif change == "listened to":
+            norm.register_forward_hook(lambda module, args, out: seen.append((*args, out)))
+    if change == "kernelized":
+        _kernelized(model, integration)
+    with torch.no_grad(), counted_ops(fuselage) as counts:
+        assert_close(logits(model, ids), expected)
+    if (name, change) != ("Gemma3", "kernelized"):  # its norm has no name to kernelize by
+        assert not counts["fused_add_rms_norm"]
+    assert len(seen) == (2 if change == "listened to" else 0)
+    assert all(isinstance(x, torch.Tensor) for hook in seen for x in hook)
+
+
 def test_a_deep_copy_is_patched_and_on_its_own(integration, fuselage, device):
     model = build("Llama", device)
     integration.patch(model)

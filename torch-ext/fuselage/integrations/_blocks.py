@@ -38,29 +38,23 @@ def recognise_decoder_layer(module: torch.nn.Module) -> Found:
     fused = "pre_feedforward_layernorm" if function is _gemma_layer else "post_attention_layernorm"
     if not (replacement_of(children[fused]) or "").startswith("rms_norm"):
         return f"its {fused} is not replaced"
-    if not _decoder_behaves_the_same(module, function, fused):
+    if not _decoder_behaves_the_same(module, function):
         return "it does not add, normalise and add in the way of Llama, Phi-3 or Gemma"
     return Match(function.fuselage_replacement, function)
 
 
-def _decoder_behaves_the_same(module, function, fused: str) -> bool:
+def _decoder_behaves_the_same(module, function) -> bool:
     """With submodules that tell from the result what they were called with, and in which order."""
 
     def attention(*args, hidden_states=None, position_embeddings=None, flag=0.0, **others):
         x = args[0] if args else hidden_states
         return torch.tanh(x) * 1.5 + position_embeddings + flag, "weights"
 
-    def norm_with_residual(x, residual=None):
-        total = x if residual is None else residual + x
-        out = torch.sin(total) + 0.25
-        return out if residual is None else (out, total)
-
     stubs = {name: torch.nn.Identity() for name, _ in module.named_children()}
     stubs["self_attn"] = _probe.Stub(attention)
     stubs["mlp"] = _probe.Stub(lambda x: torch.cos(3 * x))
     for i, name in enumerate(name for name in stubs if name.endswith("layernorm")):
         stubs[name] = _probe.Stub(lambda x, i=i: torch.sin(x * (1 + i / 8)) + i)
-    stubs[fused] = _probe.Stub(norm_with_residual)
     x, positions = _probe.random(2, 3, 8), _probe.random(8, seed=1)
     keywords = {"position_embeddings": positions, "flag": 0.5}
     for plain in _probe.stand_ins(module, None, stubs):
@@ -70,10 +64,26 @@ def _decoder_behaves_the_same(module, function, fused: str) -> bool:
     return True
 
 
+def _add_then_norm(
+    norm: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`r = residual + x`; returns `norm(r)` and `r`, in one pass if the norm is still ours.
+
+    Since the patch, somebody may have replaced the norm or its forward, or may listen to it by
+    hooks that expect one tensor.
+    """
+    hooks = norm._forward_hooks or norm._forward_pre_hooks
+    hooks = hooks or norm._backward_hooks or norm._backward_pre_hooks
+    if not hooks and (replacement_of(norm) or "").startswith("rms_norm"):
+        return norm(x, residual)
+    total = residual + x
+    return norm(total), total
+
+
 def _llama_layer(self, hidden_states, *args, **kwargs):
     normed = self.input_layernorm(hidden_states)
     attended, _ = self.self_attn(normed, **_by_name(args, kwargs))
-    normed, residual = self.post_attention_layernorm(attended, hidden_states)
+    normed, residual = _add_then_norm(self.post_attention_layernorm, attended, hidden_states)
     return residual + self.mlp(normed)
 
 
@@ -81,7 +91,7 @@ def _phi3_layer(self, hidden_states, *args, **kwargs):
     normed = self.input_layernorm(hidden_states)
     attended, _ = self.self_attn(normed, **_by_name(args, kwargs))
     attended = self.resid_attn_dropout(attended)
-    normed, residual = self.post_attention_layernorm(attended, hidden_states)
+    normed, residual = _add_then_norm(self.post_attention_layernorm, attended, hidden_states)
     return residual + self.resid_mlp_dropout(self.mlp(normed))
 
 
@@ -89,7 +99,7 @@ def _gemma_layer(self, hidden_states, *args, **kwargs):
     normed = self.input_layernorm(hidden_states)
     attended, _ = self.self_attn(normed, **_by_name(args, kwargs))
     attended = self.post_attention_layernorm(attended)
-    normed, residual = self.pre_feedforward_layernorm(attended, hidden_states)
+    normed, residual = _add_then_norm(self.pre_feedforward_layernorm, attended, hidden_states)
     return residual + self.post_feedforward_layernorm(self.mlp(normed))
 
 
