@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import io
 from types import SimpleNamespace
 
 import pytest
@@ -226,6 +227,46 @@ def test_unpatch_restores_exactly(integration, fuselage, device, make):
             assert torch.equal(output(model, inputs), expected)
     assert not counts
     assert [vars(module) for module in model.modules()] == before
+
+
+@each_transformer
+def test_a_pickle_loads_as_the_plain_model(integration, fuselage, make):
+    model, inputs = built(make, "cpu")
+    with torch.no_grad():
+        expected = output(model, inputs)
+        report = integration.patch(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        with counted_ops(fuselage) as counts:
+            assert torch.equal(output(loaded, inputs), expected)
+        assert not counts
+        assert integration.patch(loaded).replaced == report.replaced
+        twin = copy.deepcopy(model)  # which is patched, though by the same means of Python
+        integration.unpatch(model)
+        with counted_ops(fuselage) as counts:
+            assert_close(output(twin, inputs), expected)
+        expect(counts, make)
+
+
+@pytest.mark.parametrize("make", [ltx, flux], ids=lambda make: make.__name__)
+def test_processors_that_were_rebuilt_are_unpatched(integration, make):
+    """By their class, as diffusers does when an IP-Adapter comes or goes."""
+    model, inputs = built(make, "cpu")
+    attention = {k: m for k, m in model.named_modules() if hasattr(m, "processor")}
+    kinds = {k: type(m.processor) for k, m in attention.items()}
+    with torch.no_grad():
+        expected = output(model, inputs)
+        integration.patch(model)
+        for m in attention.values():
+            m.set_processor(type(m.processor)())
+            m.processor.scale = 0.5
+        integration.patch(model)
+        integration.unpatch(model)
+        assert {k: type(m.processor) for k, m in attention.items()} == kinds
+        assert all(m.processor.scale == 0.5 for m in attention.values())
+        assert torch.equal(output(model, inputs), expected)
 
 
 @pytest.mark.parametrize("patch_first", [False, True], ids=["hooks first", "patch first"])

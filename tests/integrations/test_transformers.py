@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -283,6 +284,22 @@ def test_a_pickle_loads_as_the_plain_model(integration, fuselage):
         assert counts == {"rms_norm": 1}
 
 
+class GptOssGate(nn.Module):
+    alpha, limit = 1.702, 7.0
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+
+def test_the_gate_of_experts_is_pickled(integration):
+    experts = GptOssGate()
+    assert integration.patch(experts).replaced == {"": "swiglu_clamped"}
+    loaded = pickle.loads(pickle.dumps(experts))
+    assert loaded._apply_gate.__func__ is GptOssGate._apply_gate
+
+
 def test_a_patched_model_moves(integration, fuselage, device):
     model = build("Llama")
     integration.patch(model)
@@ -351,6 +368,80 @@ def test_a_patched_model_on_the_meta_device(integration):
     model.append(transformers.activations.NewGELUActivation())
     assert len(integration.patch(model).replaced) == 3
     assert model.to("meta")(torch.empty(2, 64, device="meta")).shape == (2, 64)
+
+
+# The rotary embedding is called in more ways than patch tries.
+
+
+def _rotates_as_before(integration, model, run):
+    """Values and gradients of `run(model)`, patched and not."""
+    plain = copy.deepcopy(model)
+    report = integration.patch(model)
+    assert "apply_rotary" in report.replaced.values()
+    actual, expected = run(model), run(plain)
+    assert_close(actual.detach(), expected.detach())
+    for loss in (actual, expected):
+        loss.square().mean().backward()
+    for (key, theirs), ours in zip(plain.named_parameters(), model.parameters(), strict=True):
+        if theirs.grad is not None:
+            assert_close(ours.grad, theirs.grad, key, tol=1e-4)
+
+
+def test_tables_without_a_batch(integration, device):
+    """Pixtral unsqueezes its tables at the front."""
+    config = transformers.PixtralVisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=32,
+        patch_size=8,
+    )
+    model = transformers.PixtralVisionModel(config).to(device)
+    pixels = torch.randn(1, 3, 32, 32, device=device)
+    sizes = torch.tensor([[32, 32]])
+    _rotates_as_before(integration, model, lambda m: m(pixels, image_sizes=sizes).last_hidden_state)
+
+
+def _llama_attention(call):
+    """The attention of Llama, with a forward that rotates as `call` does."""
+    modeling = transformers.models.llama.modeling_llama
+    code = compile(call, "call", "exec")
+    scope = {**vars(modeling)}
+    exec(code, scope)
+
+    class Attention(modeling.LlamaAttention):
+        forward = scope["forward"]
+
+    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1)
+    return Attention(config, 0)
+
+
+ROTATED = {
+    "keys of other tokens": "apply_rotary_pos_emb(q, k[:, :, :1], cos, sin)",
+    "tables with a gradient": "apply_rotary_pos_emb(q, k, cos * self.scale, sin * self.scale)",
+    "tables without a batch": "apply_rotary_pos_emb(q, k, cos[0], sin[0], unsqueeze_dim=0)",
+    "tables of one token": "apply_rotary_pos_emb(q, k, cos[:, :1], sin[:, :1])",
+    "by name": "apply_rotary_pos_emb(k=k, q=q, sin=sin, cos=cos, unsqueeze_dim=1)",
+    "keys of another batch": "apply_rotary_pos_emb(q, k[:1], cos[:1], sin[:1])",
+}
+
+
+@pytest.mark.parametrize("how", ROTATED)
+def test_a_call_of_the_rotary_embedding(integration, device, how):
+    attention = _llama_attention(
+        f"""
+def forward(self, x, cos, sin):
+    q = self.q_proj(x).view(2, 5, 4, 16).transpose(1, 2)
+    k = self.k_proj(x).view(2, 5, 4, 16).transpose(1, 2)
+    q, k = {ROTATED[how]}
+    return (q * k.mean(2, keepdim=True).mean(0)).sum(1)
+"""
+    )
+    attention.scale = nn.Parameter(torch.tensor(1.5))
+    angles = torch.randn(2, 5, 8, device=device).repeat(1, 1, 2)
+    x, cos, sin = torch.randn(2, 5, 64, device=device), angles.cos(), angles.sin()
+    _rotates_as_before(integration, attention.to(device), lambda m: m(x, cos, sin))
 
 
 # Hooks that replace the forward, as accelerate's

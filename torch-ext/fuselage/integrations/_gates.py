@@ -230,7 +230,7 @@ def _clamped_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
     return swiglu_clamped(gate_up, self.alpha, self.limit)
 
 
-marked("swiglu_clamped", _clamped_gate)
+marked("swiglu_clamped", _clamped_gate, "_apply_gate")
 
 
 @cache
@@ -244,7 +244,7 @@ def _experts_gate(activation: Optional[str]) -> Optional[Callable]:
             return type(self)._apply_gate(self, gate_up)
         return gated(gate_up)
 
-    return marked(f"{activation}_and_mul", _apply_gate)
+    return marked(f"{activation}_and_mul", _apply_gate, "_apply_gate")
 
 
 # The feed-forwards of diffusers: a projection, and an activation on it.

@@ -137,10 +137,23 @@ def replacement_of(module: torch.nn.Module) -> Optional[str]:
     return replacement(vars(holder).get(name))
 
 
-def marked(what: str, function: Callable) -> Callable:
-    """Marks a function as ours."""
+def marked(what: str, function: Callable, attribute: str = "forward") -> Callable:
+    """Marks a function as ours. A bound one is pickled by its name: that of what it stands for."""
     setattr(function, _MARK, what)
+    function.__name__ = attribute
     return function
+
+
+def original_of(ours: object) -> object:
+    """The object that one of ours stands for, with what was set on ours since.
+
+    One that was made from our class, as diffusers does for an IP-Adapter, has none: it gets one.
+    """
+    kind = type(ours).__mro__[1]
+    original = vars(ours).get("fuselage_original")
+    original = kind.__new__(kind) if original is None else original
+    vars(original).update((k, v) for k, v in vars(ours).items() if k != "fuselage_original")
+    return original
 
 
 def _origin(method: object) -> str:
@@ -171,11 +184,8 @@ def _restore(module: torch.nn.Module, holder: object, name: str) -> int:
     if replacement(vars(holder).get(name)) is None:
         return 0
     ours = vars(holder)[name]
-    if hasattr(ours, "fuselage_original"):
-        original = ours.fuselage_original
-        vars(original).update(vars(ours))  # what was set since
-        del original.fuselage_original
-        setattr(holder, name, original)
+    if not isinstance(ours, types.MethodType):
+        setattr(holder, name, original_of(ours))
     elif holder is module and name != "_old_forward":
         delattr(module, name)  # the class has it
     else:

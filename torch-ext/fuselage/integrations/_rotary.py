@@ -7,13 +7,14 @@ one model gets a copy of its own forward, in which the name of the function mean
 from __future__ import annotations
 
 import types
-from functools import cache
+from copy import deepcopy
+from functools import cache, partial
 from typing import Callable, Optional
 
 import torch
 
 from . import _probe
-from ._patch import Found, Match, marked, replacement
+from ._patch import Found, Match, marked, original_of, replacement
 
 try:
     from ..rope import apply_rotary
@@ -83,6 +84,9 @@ def _rotary_for(function: Callable) -> Optional[Callable]:
             if isinstance(expected, Exception) or not _meant(layout, interleaved):
                 continue
             if _probe.agree_all(_probe.call(ours, *args), expected):
+                by_name = _probe.call(partial(function, **dict(zip(_ARGUMENTS, args))))
+                if not _probe.agree_all(by_name, expected):
+                    return None  # its arguments have other names, or another order
                 by_tokens = (q.transpose(1, 2), k.transpose(1, 2), *args[2:], 2)
                 expected = _probe.call(function, *by_tokens)
                 if isinstance(expected, Exception):
@@ -97,20 +101,44 @@ def _meant(layout: str, interleaved: bool) -> bool:
 
 
 def _rotary(original: Callable, interleaved: bool, narrow: bool) -> Callable:
-    def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-        taken = q.dtype == k.dtype and q.dtype in _probe.DTYPES and q.dim() == 4
-        taken = taken and cos.dtype in (q.dtype, torch.float32) and cos.dim() <= 3
-        if not taken or q.shape[-1] != cos.shape[-1] * (2 if narrow else 1):
-            return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        options = {"interleaved": interleaved, "heads_dim": unsqueeze_dim}
+    """Ours where the probes say what `original` computes, and `original` everywhere else."""
+
+    def apply_rotary_pos_emb(*args, **kwargs):
+        named = {**dict(zip(_ARGUMENTS, args)), **kwargs}
+        if len(args) > len(_ARGUMENTS) or not _known_case(narrow, **named):
+            return original(*args, **kwargs)
+        q, k, cos, sin = (named[name] for name in _ARGUMENTS[:4])
+        options = {"interleaved": interleaved, "heads_dim": named.get("unsqueeze_dim", 1)}
         if narrow:
             options["rotary_dim"] = q.shape[-1]
-        if cos.dtype == q.dtype or q.dtype == torch.float32:
-            return apply_rotary(q, k, cos, sin, **options)
-        # The function gives its result in the dtype of its tables.
-        return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return apply_rotary(q, k, cos, sin, **options)
 
     return apply_rotary_pos_emb
+
+
+_ARGUMENTS = ("q", "k", "cos", "sin", "unsqueeze_dim")
+
+
+def _known_case(narrow, q=None, k=None, cos=None, sin=None, unsqueeze_dim=1, **others) -> bool:
+    """Queries and keys of four dimensions for the same tokens; tables `[batch or 1, tokens, n]`.
+
+    Not among them: queries alone, keys of other tokens, tables without a batch, which mean
+    something else for each `unsqueeze_dim`, and tables that are trained.
+    """
+    if others or k is None or not isinstance(unsqueeze_dim, int) or unsqueeze_dim not in (1, 2):
+        return False
+    if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.requires_grad or sin.requires_grad:
+        return False
+    batch, tokens = q.shape[0], q.shape[3 - unsqueeze_dim]
+    if k.shape[0] != batch or k.shape[3 - unsqueeze_dim] != tokens or k.shape[-1] != q.shape[-1]:
+        return False
+    if cos.shape[0] not in (1, batch) or cos.shape[1] != tokens or sin.shape != cos.shape:
+        return False
+    if q.shape[-1] != cos.shape[-1] * (2 if narrow else 1):
+        return False
+    # The function gives its result in the wider dtype, that of its tables.
+    same = q.dtype == k.dtype and cos.dtype == sin.dtype and q.device == cos.device
+    return same and q.dtype in _probe.DTYPES and cos.dtype == q.dtype
 
 
 # diffusers: `apply_rotary_emb(x, (cos, sin), ...)`, called by an attention processor
@@ -156,8 +184,22 @@ def _processor_kind(kind: type, function: Callable) -> Optional[type]:
             call = rebound(kind.__call__, _PROCESSOR_NAME, ours)
             members = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
             members["fuselage_replacement"] = _WHAT
+            members |= {"__reduce__": _as_the_plain_one, "__deepcopy__": _as_ours}
             return type(kind.__name__, (kind,), members)
     return None
+
+
+def _as_the_plain_one(self):
+    """A pickle cannot hold a class that is made here, and loads as the plain model anyway."""
+    # Protocol 1 names the class in a way in which it may be another one than that of the object.
+    return original_of(self).__reduce_ex__(1)
+
+
+def _as_ours(self, memo: dict):
+    copied = type(self).__new__(type(self))
+    memo[id(self)] = copied
+    vars(copied).update(deepcopy(vars(self), memo))
+    return copied
 
 
 def _rotate_tokens(original: Callable) -> Callable:
@@ -165,7 +207,7 @@ def _rotate_tokens(original: Callable) -> Callable:
 
     def apply_rotary_emb(x, freqs):
         cos, sin = freqs
-        if x.dim() != 3 or not _tables_fit(x, cos):
+        if x.dim() != 3 or not _tables_fit(x, 1, cos, sin):
             return original(x, freqs)
         return apply_rotary(x, None, cos, sin, interleaved=True)
 
@@ -176,7 +218,8 @@ def _rotate_heads(original: Callable) -> Callable:
     """For four dimensions, of which `sequence_dim` counts tokens, as in Flux."""
 
     def apply_rotary_emb(x, freqs_cis, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
-        if not (use_real and use_real_unbind_dim == -1 and _tables_fit(x, freqs_cis[0])):
+        known = use_real and use_real_unbind_dim == -1 and sequence_dim in (1, 2) and x.dim() == 4
+        if not known or not _tables_fit(x, sequence_dim, *freqs_cis):
             return original(x, freqs_cis, use_real, use_real_unbind_dim, sequence_dim)
         cos, sin = freqs_cis
         return apply_rotary(x, None, cos, sin, interleaved=True, heads_dim=3 - sequence_dim)
@@ -184,7 +227,15 @@ def _rotate_heads(original: Callable) -> Callable:
     return apply_rotary_emb
 
 
-def _tables_fit(x: torch.Tensor, cos: torch.Tensor) -> bool:
+def _tables_fit(x: torch.Tensor, tokens_dim: int, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether they are `[tokens, n]` for an `x` of four dimensions,
+    and `[batch or 1, tokens, n]` for one of three.
+    """
     if x.dtype not in _probe.DTYPES or cos.dtype not in (x.dtype, torch.float32):
         return False
-    return cos.shape[-1] == x.shape[-1] and cos.device == x.device
+    if cos.dim() != (2 if x.dim() == 4 else 3) or cos.requires_grad or sin.requires_grad:
+        return False
+    if cos.dim() == 3 and cos.shape[0] not in (1, x.shape[0]):
+        return False
+    same = sin.shape == cos.shape and sin.dtype == cos.dtype and cos.device == x.device
+    return same and cos.shape[-2] == x.shape[tokens_dim] and cos.shape[-1] == x.shape[-1]
