@@ -444,6 +444,69 @@ def forward(self, x, cos, sin):
     _rotates_as_before(integration, attention.to(device), lambda m: m(x, cos, sin))
 
 
+# Layers that are only nearly those of Llama
+
+
+def _mllama_layer():
+    from transformers.models.mllama import modeling_mllama as modeling
+
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128}
+    config = modeling.MllamaTextConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, cross_attention_layers=[]
+    )
+    config._attn_implementation = "eager"
+    return modeling.MllamaSelfAttentionDecoderLayer(config, 0)
+
+
+def test_a_layer_keeps_from_its_attention_what_the_plain_one_keeps(integration, fuselage, device):
+    """As Mllama's, which is given the states of the images and hands them to no attention."""
+    layer = _mllama_layer().to(device).eval()
+    seen = []
+    keep = lambda module, args, kwargs: seen.append(kwargs)  # noqa: E731
+    layer.self_attn.register_forward_pre_hook(keep, with_kwargs=True)
+    plain = copy.deepcopy(layer)
+    assert integration.patch(layer).replaced[""] == "fused_add_rms_norm"
+    angles = torch.randn(2, 5, 8, device=device).repeat(1, 1, 2)
+    x, states = torch.randn(2, 5, 64, device=device), torch.randn(2, 3, 64, device=device)
+    options = {"position_embeddings": (angles.cos(), angles.sin()), "of_nobody": 1}
+    with torch.no_grad():
+        for args in ((), (states, None, None)):
+            given = {} if args else {"cross_attention_states": states}
+            assert_close(layer(x, *args, **given, **options), plain(x, *args, **given, **options))
+            ours, theirs = ({k: v for k, v in s.items() if k != "hidden_states"} for s in seen[-2:])
+            assert "cross_attention_states" not in ours
+            assert ours.keys() == theirs.keys() and all(ours[k] is theirs[k] for k in ours)
+
+
+def test_a_layer_that_asks_for_the_class_of_its_mlp_is_left_alone(integration):
+    """As Ernie-4.5-VL, which gives experts a second tensor."""
+    modeling = transformers.models.llama.modeling_llama
+
+    class Experts(modeling.LlamaMLP):
+        def forward(self, x, types):
+            return super().forward(x) * types, None
+
+    class Layer(modeling.LlamaDecoderLayer):
+        def forward(self, hidden_states, types=None, **kwargs):
+            residual = hidden_states
+            hidden_states, _ = self.self_attn(
+                hidden_states=self.input_layernorm(hidden_states), **kwargs
+            )
+            hidden_states = residual + hidden_states
+            residual, hidden_states = hidden_states, self.post_attention_layernorm(hidden_states)
+            if isinstance(self.mlp, Experts):
+                hidden_states, _ = self.mlp(hidden_states, types)
+            else:
+                hidden_states = self.mlp(hidden_states)
+            return residual + hidden_states
+
+    config = transformers.LlamaConfig(hidden_size=64, intermediate_size=64, num_attention_heads=4)
+    dense, sparse = Layer(config, 0), Layer(config, 0)
+    sparse.mlp = Experts(config)
+    assert integration.patch(dense).replaced[""] == "fused_add_rms_norm"
+    assert "does not add" in integration.patch(sparse).left_alone[""]
+
+
 # Hooks that replace the forward, as accelerate's
 
 

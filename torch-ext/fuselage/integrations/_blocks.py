@@ -6,8 +6,9 @@ Attention and MLP stay what they are and are called as before.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Optional
+import inspect
+from functools import cache, partial
+from typing import Callable, Optional
 
 import torch
 
@@ -32,36 +33,104 @@ def recognise_decoder_layer(module: torch.nn.Module) -> Found:
     """Llama's layer and those like it, Phi-3's, and Gemma's with norms on both sides."""
     children = dict(module.named_children())
     forms = [(_LLAMA, _llama_layer), (_PHI3, _phi3_layer), (_GEMMA, _gemma_layer)]
-    function = next((function for names, function in forms if names == children.keys()), None)
-    if function is None:
+    form = next((form for names, form in forms if names == children.keys()), None)
+    if form is None:
         return None
-    fused = "pre_feedforward_layernorm" if function is _gemma_layer else "post_attention_layernorm"
+    fused = "pre_feedforward_layernorm" if form is _gemma_layer else "post_attention_layernorm"
     if not (replacement_of(children[fused]) or "").startswith("rms_norm"):
         return f"its {fused} is not replaced"
-    if not _decoder_behaves_the_same(module, function):
+    function = _decoder_forward_of(module, form)
+    if function is None or not _decoder_behaves_the_same(module, function):
         return "it does not add, normalise and add in the way of Llama, Phi-3 or Gemma"
     return Match(function.fuselage_replacement, function)
 
 
+def _decoder_forward_of(module, form: Callable) -> Optional[Callable]:
+    """The form with the arguments that the module's own forward hands to its attention."""
+    parameters = _parameters_of(type(module).forward)
+    if parameters is None:
+        return None
+    names = tuple(parameters)
+    given = {name: _probe.random(1, seed=i).abs() for i, name in enumerate((*names, _OTHER))}
+    plain, calls = _decoder_stand_ins(module)[0]
+    result = _probe.call(partial(type(module).forward, plain, _probe.random(2, 3, 8), **given))
+    if isinstance(result, TypeError):  # it takes no others
+        given.pop(_OTHER)
+        result = _probe.call(partial(type(module).forward, plain, _probe.random(2, 3, 8), **given))
+    if isinstance(result, Exception) or not calls or not calls[-1].keys() <= given.keys():
+        return None
+    defaults = tuple((name, parameters[name]) for name in names if name in calls[-1])
+    return _decoder_forward(form, names, defaults, _OTHER in calls[-1])
+
+
+_OTHER = "an_argument_of_no_model"
+_REQUIRED = inspect.Parameter.empty
+
+
+def _parameters_of(forward: Callable) -> Optional[dict[str, object]]:
+    """The names after `hidden_states` and their defaults."""
+    try:
+        _, first, *others = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    defaults = {p.name: p.default for p in others if p.kind is p.POSITIONAL_OR_KEYWORD}
+    plain = all(
+        value is None or value is _REQUIRED or value is False for value in defaults.values()
+    )
+    named = all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.VAR_KEYWORD) for p in others)
+    return defaults if first.name == "hidden_states" and plain and named else None
+
+
+@cache
+def _decoder_forward(form: Callable, names: tuple, defaults: tuple, others: bool) -> Callable:
+    def forward(self, hidden_states, *args, **kwargs):
+        given = {**dict(zip(names, args)), **kwargs}
+        options = {k: given.get(k, v) for k, v in defaults if k in given or v is not _REQUIRED}
+        if others:
+            options.update({k: v for k, v in given.items() if k not in names})
+        return form(self, hidden_states, options)
+
+    return marked("fused_add_rms_norm", forward)
+
+
 def _decoder_behaves_the_same(module, function) -> bool:
     """With submodules that tell from the result what they were called with, and in which order."""
+    names = _parameters_of(type(module).forward)
+    x = _probe.random(2, 3, 8)
+    values = {name: _probe.random(1, seed=i).abs() for i, name in enumerate(names)}
+    required = {k: v for k, v in values.items() if names[k] is _REQUIRED}
+    for plain, calls in _decoder_stand_ins(module):
+        for args, keywords in (((), values), (tuple(values.values()), {}), ((), required)):
+            expected = _probe.call(partial(type(module).forward, plain, x, *args, **keywords))
+            actual = _probe.call(partial(function, plain, x, *args, **keywords))
+            if not (_probe.agree_all(actual, expected) and _same_options(*calls[-2:])):
+                return False
+    # Experts may give their router's numbers, too. A layer that expects those is another one.
+    pair = _probe.disguised(module.mlp, lambda x: (x, x))
+    plain, _ = _decoder_stand_ins(module)[0]
+    plain._modules["mlp"] = pair
+    return isinstance(_probe.call(partial(type(module).forward, plain, x, **values)), Exception)
 
-    def attention(*args, hidden_states=None, position_embeddings=None, flag=0.0, **others):
-        x = args[0] if args else hidden_states
-        return torch.tanh(x) * 1.5 + position_embeddings + flag, "weights"
 
-    stubs = {name: torch.nn.Identity() for name, _ in module.named_children()}
-    stubs["self_attn"] = _probe.Stub(attention)
-    stubs["mlp"] = _probe.Stub(lambda x: torch.cos(3 * x))
-    for i, name in enumerate(name for name in stubs if name.endswith("layernorm")):
-        stubs[name] = _probe.Stub(lambda x, i=i: torch.sin(x * (1 + i / 8)) + i)
-    x, positions = _probe.random(2, 3, 8), _probe.random(8, seed=1)
-    keywords = {"position_embeddings": positions, "flag": 0.5}
-    for plain in _probe.stand_ins(module, None, stubs):
-        expected = _probe.call(partial(type(module).forward, plain, x, **keywords))
-        if not _probe.agree_all(_probe.call(partial(function, plain, x, **keywords)), expected):
-            return False
-    return True
+def _same_options(ours: dict, theirs: dict) -> bool:
+    return ours.keys() == theirs.keys() and all(ours[name] is theirs[name] for name in ours)
+
+
+def _decoder_stand_ins(module) -> list[tuple[torch.nn.Module, list[dict]]]:
+    """For inference and training, each with the options that its attention was called with."""
+    calls: list[dict] = []
+
+    def attention(*args, hidden_states=None, **options):
+        (x,) = args if hidden_states is None else (hidden_states, *args)
+        calls.append(options)
+        return torch.tanh(x) * 1.5, "weights"
+
+    functions = {name: lambda x: x for name, _ in module.named_children()}
+    functions |= {"self_attn": attention, "mlp": lambda x: torch.cos(3 * x)}
+    for i, name in enumerate(name for name in functions if name.endswith("layernorm")):
+        functions[name] = lambda x, i=i: torch.sin(x * (1 + i / 8)) + i
+    stubs = {k: _probe.disguised(child, functions[k]) for k, child in module.named_children()}
+    return [(plain, calls) for plain in _probe.stand_ins(module, None, stubs)]
 
 
 def _add_then_norm(
@@ -80,45 +149,27 @@ def _add_then_norm(
     return norm(total), total
 
 
-def _llama_layer(self, hidden_states, *args, **kwargs):
+def _llama_layer(self, hidden_states, options):
     normed = self.input_layernorm(hidden_states)
-    attended, _ = self.self_attn(normed, **_by_name(args, kwargs))
+    attended, _ = self.self_attn(normed, **options)
     normed, residual = _add_then_norm(self.post_attention_layernorm, attended, hidden_states)
     return residual + self.mlp(normed)
 
 
-def _phi3_layer(self, hidden_states, *args, **kwargs):
+def _phi3_layer(self, hidden_states, options):
     normed = self.input_layernorm(hidden_states)
-    attended, _ = self.self_attn(normed, **_by_name(args, kwargs))
+    attended, _ = self.self_attn(normed, **options)
     attended = self.resid_attn_dropout(attended)
     normed, residual = _add_then_norm(self.post_attention_layernorm, attended, hidden_states)
     return residual + self.resid_mlp_dropout(self.mlp(normed))
 
 
-def _gemma_layer(self, hidden_states, *args, **kwargs):
+def _gemma_layer(self, hidden_states, options):
     normed = self.input_layernorm(hidden_states)
-    attended, _ = self.self_attn(normed, **_by_name(args, kwargs))
+    attended, _ = self.self_attn(normed, **options)
     attended = self.post_attention_layernorm(attended)
     normed, residual = _add_then_norm(self.pre_feedforward_layernorm, attended, hidden_states)
     return residual + self.post_feedforward_layernorm(self.mlp(normed))
-
-
-_POSITIONAL = (
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "use_cache",
-    "position_embeddings",
-)
-
-
-def _by_name(args: tuple, kwargs: dict) -> dict:
-    """The arguments of a decoder layer by name: transformers passes them so, others may not."""
-    return {**dict(zip(_POSITIONAL, args)), **kwargs}
-
-
-for _function in (_llama_layer, _phi3_layer, _gemma_layer):
-    marked("fused_add_rms_norm", _function)
 
 
 # Blocks of diffusion transformers: gated residual, norm and modulation in one kernel.
@@ -146,9 +197,9 @@ def _block_behaves_the_same(module, function, arguments) -> bool:
     stubs = dict(module.named_children())
     for name, child in stubs.items():
         if "attn" in name:
-            stubs[name] = _probe.Stub(_attention_of(name, type(module).__name__))
+            stubs[name] = _probe.disguised(child, _attention_of(name, type(module).__name__))
         elif name.startswith("ff"):
-            stubs[name] = _probe.Stub(lambda x: torch.cos(3 * x))
+            stubs[name] = _probe.disguised(child, lambda x: torch.cos(3 * x))
         elif any(True for _ in child.parameters()):  # an adaptive norm, or a norm with a weight
             stubs[name] = _small(child)
     dim = _dim_of(module)

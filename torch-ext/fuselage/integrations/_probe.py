@@ -123,3 +123,16 @@ class Stub(torch.nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.function(*args, **kwargs)
+
+
+def disguised(child: torch.nn.Module, function: Callable) -> torch.nn.Module:
+    """A stub that passes for `child` where a forward asks for its class or its attributes."""
+
+    def forward(self, *args, **kwargs):
+        return function(*args, **kwargs)
+
+    kind = type(child)
+    stub = type(kind.__name__, (kind,), {"forward": forward, "__call__": forward})
+    copy = stub.__new__(stub)
+    vars(copy).update({k: v for k, v in vars(child).items() if k not in HOOKS})
+    return copy
