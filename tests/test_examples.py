@@ -42,6 +42,33 @@ def test_transformers_llama(fuselage):
     assert [line.split()[0] for line in output.splitlines()[-2:]] == ["eager", "fuselage"]
 
 
+WATCHED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+sys.argv[1:] = sys.argv[2:]
+import transformers_llama as example
+from transformers.models.llama import modeling_llama
+timed = example.milliseconds
+def watched(*args):
+    print("timing", list(args[0]) if isinstance(args[0], dict) else args[0], end=" ")
+    print("kernelized" if "forward" in vars(modeling_llama.apply_rotary_pos_emb) else "plain")
+    return timed(*args)
+example.milliseconds = watched
+example.main()
+"""
+
+
+def test_the_plain_llama_is_timed_before_kernelize_changes_it(fuselage):
+    """Which replaces the rotary embedding of all Llamas at once."""
+    pytest.importorskip("transformers")
+    options = ["--layers", "1", "--hidden", "128", "--tokens", "16", "--steps", "1"]
+    command = [sys.executable, "-c", WATCHED, EXAMPLES, *options, "--repeats", "1", "--no-compile"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    assert result.returncode == 0, result.stderr
+    timings = [line for line in result.stdout.splitlines() if line.startswith("timing")]
+    assert timings == ["timing eager plain", "timing fuselage kernelized"]
+
+
 def test_diffusers_ltx_video(fuselage):
     pytest.importorskip("diffusers")
     output = run("diffusers_ltx_video.py", "--layers", "2", "--steps", "2", "--no-compile")
@@ -93,7 +120,8 @@ example.main()
 
 def test_a_model_fails_where_the_norms_are_wrong(fuselage):
     pytest.importorskip("transformers")
-    options = ["--layers", "1", "--hidden", "128", "--steps", "1"]  # through kernelize
+    # Through kernelize.
+    options = ["--layers", "1", "--hidden", "128", "--steps", "1", "--no-compile"]
     command = [sys.executable, "-c", BROKEN_NORM, EXAMPLES, *options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
     assert result.returncode == 1, result.stdout + result.stderr
