@@ -868,10 +868,28 @@ def test_a_probe_touches_neither_parameters_nor_random_numbers(integration):
 
 def test_kernel_mapping_of_the_hub(integration):
     mapping = integration.kernel_mapping("fuselage-kernels/fuselage", version=1)
-    for devices in mapping.values():
-        assert all(isinstance(repository, LayerRepository) for repository in devices.values())
-    assert "fuselage-kernels/fuselage" in repr(mapping["RMSNorm"]["cuda"].__dict__)
-    assert mapping["RMSNorm"]["cuda"].layer_name == "RMSNorm"
+    for modes in (modes for devices in mapping.values() for modes in devices.values()):
+        assert len(modes) == 4
+        assert isinstance(modes[Mode.INFERENCE], LayerRepository)
+        assert isinstance(modes[Mode.TRAINING], LayerRepository)
+    for mode in mapping["RMSNorm"]["cuda"]:
+        repository = mapping["RMSNorm"]["cuda"][mode]
+        assert "fuselage-kernels/fuselage" in repr(repository.__dict__)
+        assert repository.layer_name == "RMSNorm"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_activations_of_one_kernel_are_left_to_the_compiler(integration, fuselage, compiled):
+    names = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new")
+    model = nn.ModuleList(transformers.activations.ACT2FN[name] for name in names)
+    plain, x = copy.deepcopy(model), torch.randn(3, 64)
+    mode = Mode.INFERENCE | Mode.TORCH_COMPILE if compiled else Mode.INFERENCE
+    with use_kernel_mapping(integration.kernel_mapping(), inherit_mapping=False):
+        kernelize(model, mode=mode, device="cpu", use_fallback=KernelizeFallback.NO_LAYER)
+    for name, ours, theirs in zip(names, model, plain, strict=True):
+        with counted_ops(fuselage) as counts:
+            assert_close(ours(x), theirs(x))
+        assert bool(counts) == (not compiled or name == "gelu_new"), name
 
 
 @pytest.mark.parametrize("source", ["loaded", "path"])

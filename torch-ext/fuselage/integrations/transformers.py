@@ -14,10 +14,12 @@ the same layers and those without a name.
 
 from __future__ import annotations
 
+from functools import cache, partial
 from pathlib import Path
 from typing import Optional, Union
 
 import torch
+import torch.nn.functional as F
 
 from .. import layers
 from ._blocks import recognise_decoder_layer
@@ -43,13 +45,47 @@ class _LoadedLayer:
         return getattr(layers, self.layer_name)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _LoadedLayer) and self.layer_name == other.layer_name
+        return type(self) is type(other) and self.layer_name == other.layer_name
 
     def __hash__(self) -> int:
         return hash((__name__, self.layer_name))
 
     def __repr__(self) -> str:
         return f"{layers.__name__}.{self.layer_name}"
+
+
+_ONE_KERNEL = {
+    "SiLU": F.silu,
+    "GeLU": F.gelu,
+    "GeluTanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class _PlainLayer(_LoadedLayer):
+    """PyTorch's own. Nothing in its place would be an error: `kernelize` asks for every mode."""
+
+    def load(self) -> type[torch.nn.Module]:
+        return _plain_layer(self.layer_name)
+
+    def __hash__(self) -> int:
+        return hash((__name__, "plain", self.layer_name))
+
+    def __repr__(self) -> str:
+        return f"{self.layer_name} of PyTorch"
+
+
+@cache
+def _plain_layer(layer_name: str) -> type[torch.nn.Module]:
+    activation = _ONE_KERNEL[layer_name]
+
+    class Plain(torch.nn.Module):
+        has_backward = True
+        can_torch_compile = True
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return activation(input)
+
+    return Plain
 
 
 def kernel_mapping(
@@ -61,8 +97,9 @@ def kernel_mapping(
 ) -> dict:
     """The mapping that `kernels.use_kernel_mapping` and `register_kernel_mapping` take.
 
-    It is the same for inference and training, with and without torch.compile, and has every device
-    that fuselage runs on.
+    It is the same for inference and training, and has every device that fuselage runs on. In the
+    modes with torch.compile, SiLU, GELU and its tanh form are PyTorch's: the compiler fuses those
+    with their neighbours, and cannot look into an operator of ours.
 
     Args:
         repo_id: A repository of the Hub, such as "fuselage-kernels/fuselage".
@@ -72,7 +109,7 @@ def kernel_mapping(
         trust_remote_code: As in `kernels.get_kernel`.
 
     Returns:
-        `{layer: {device: repository}}`.
+        `{layer: {device: {mode: repository}}}`.
 
     Raises:
         ValueError: Both `repo_id` and `repo_path` are given.
@@ -98,7 +135,16 @@ def kernel_mapping(
             )
         return _LoadedLayer(layer_name)
 
-    return {_RENAMED.get(name, name): dict.fromkeys(_DEVICES, repository(name)) for name in names}
+    return {_RENAMED.get(k, k): dict.fromkeys(_DEVICES, _modes(k, repository(k))) for k in names}
+
+
+def _modes(layer_name: str, repository: object) -> dict:
+    """The modes of `kernels` with what stands for the layer in each."""
+    from kernels import Mode
+
+    compiled = _PlainLayer(layer_name) if layer_name in _ONE_KERNEL else repository
+    modes = dict.fromkeys((Mode.INFERENCE, Mode.TRAINING), repository)
+    return modes | {mode | Mode.TORCH_COMPILE: compiled for mode in modes}
 
 
 # What patch looks for, in this order.
