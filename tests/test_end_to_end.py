@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from contextlib import nullcontext
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import REPO_DIR, why_no_cuda
 
 pytest.importorskip("transformers")
@@ -51,6 +55,87 @@ def test_it_does_not_time_what_is_wrong(main, fuselage, monkeypatch, capsys):
     assert main([*OPTIONS, "--only", "llama-prefill"]) == 1
     output = capsys.readouterr().out
     assert "FAILED: not timed" in output and "| eager + fuselage" not in output
+
+
+@pytest.fixture
+def scenarios(main):
+    from benchmarks.end_to_end import scenarios
+
+    return scenarios
+
+
+class Smaller:
+    """The scenarios of `--quick` for those of full size; the one to be timed is in bfloat16."""
+
+    def __init__(self, factory):
+        self.factory = factory
+        self.calls = []
+
+    def __call__(self, device, quick, layers, exact=False):
+        self.calls.append((layers, exact))
+        scenario = self.factory(device, True, layers)
+        if not exact:
+            scenario.model.to(torch.bfloat16)
+        return scenario
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_full_size_is_verified_in_float32(main, scenarios, fuselage, monkeypatch, capsys, right):
+    """Layers in bfloat16 are farther apart than the strict limit, though nothing is wrong."""
+    from benchmarks.end_to_end import cli
+
+    smaller = Smaller(scenarios.SCENARIOS["llama-prefill"])
+    monkeypatch.setitem(scenarios.SCENARIOS, "llama-prefill", smaller)
+    if not right:
+        assert fuselage.integrations.transformers
+        norms = sys.modules[fuselage.__name__ + ".integrations._norms"]
+        rms_norm = norms.rms_norm
+        monkeypatch.setattr(norms, "rms_norm", lambda *args, **kw: 1.001 * rms_norm(*args, **kw))
+        monkeypatch.setattr(norms, "_behaves_the_same", lambda *args: True)
+        monkeypatch.setattr(norms, "_found", {})
+    options = cli.parse_arguments(["--seconds", "0.01", "--no-compile"])
+    exact = cli.exact_error("llama-prefill", fuselage, "cpu")
+    assert (exact <= cli.EXACT_LIMIT) == right
+    scenario = smaller("cpu", False, 12)
+    record = cli.run(scenario, fuselage.integrations.transformers, options, "cpu", exact)
+    assert smaller.calls == [(cli.EXACT_LAYERS, True), (12, False)]
+    assert record["verified"] == right and record["float32_error"] == exact
+    assert record["error"] > cli.EXACT_LIMIT
+    assert ("FAILED: not timed" in capsys.readouterr().out) == (not right)
+
+
+def test_what_is_before_a_step_is_not_timed(main, scenarios, monkeypatch):
+    from benchmarks.end_to_end import measure
+
+    order = []
+    prepare = lambda: (order.append("before"), time.sleep(0.03))  # noqa: E731
+    found = measure.times(lambda: order.append("step"), "cpu", 0.0, least=3, before=prepare)
+    assert order == ["before", "step"] * 5 and max(found) < 20
+    rewinds = []
+    scenario = scenarios.llama_decode("cpu", True, 1)
+    scenario.before()
+    monkeypatch.setattr(scenarios, "_rewind", lambda *args: rewinds.append(args))
+    scenario.step(scenario.model)
+    assert not rewinds
+    scenario.before()
+    assert len(rewinds) == 1
+
+
+def test_the_breakdown_counts_no_kernel_twice(main, monkeypatch):
+    """A user's annotation on a GPU has the time of the kernels under it."""
+    from benchmarks.end_to_end import measure
+
+    cuda = torch.autograd.DeviceType.CUDA
+    shared = {"device_type": cuda, "self_device_time_total": 2e3}
+    events = [
+        SimpleNamespace(key="gemm", is_user_annotation=False, **shared),
+        SimpleNamespace(key="Optimizer.step#AdamW.step", is_user_annotation=True, **shared),
+    ]
+    profile = SimpleNamespace(key_averages=lambda: events)
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: nullcontext(profile))
+    monkeypatch.setattr(measure, "wait", lambda device: None)
+    found = measure.breakdown(lambda: None, "cuda")
+    assert found["matmul"] == 2 and sum(found.values()) == 2
 
 
 def test_a_cpu_times_nothing_of_full_size(main):

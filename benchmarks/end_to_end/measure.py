@@ -30,14 +30,29 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def times(run: Callable[[], object], device: str, seconds: float, least: int = 5) -> list[float]:
-    """Milliseconds of single runs, for about `seconds`. Host time, from idle to idle."""
-    run()
-    run()
-    wait(device)
+def nothing() -> None:
+    """What most runs need before them."""
+
+
+def times(
+    run: Callable[[], object],
+    device: str,
+    seconds: float,
+    least: int = 5,
+    before: Callable[[], object] = nothing,
+) -> list[float]:
+    """Milliseconds of single runs, for about `seconds`. Host time, from idle to idle.
+
+    What happens in `before`, before each run, is not in them.
+    """
+    for _ in range(2):
+        before()
+        run()
     found: list[float] = []
     end = time.perf_counter() + seconds
     while len(found) < least or time.perf_counter() < end:
+        before()
+        wait(device)
         start = time.perf_counter()
         run()
         wait(device)
@@ -66,6 +81,8 @@ def breakdown(run: Callable[[], object], device: str) -> dict[str, float]:
         wait(device)
     total = {"fuselage": 0.0, "attention": 0.0, "matmul": 0.0, "optimizer": 0.0, "other": 0.0}
     for event in profile.key_averages():
+        if getattr(event, "is_user_annotation", False):
+            continue  # its time is that of the kernels under it
         if device == "cpu":
             spent = event.self_cpu_time_total
         elif event.device_type == torch.autograd.DeviceType.CUDA:

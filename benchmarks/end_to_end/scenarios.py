@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .measure import nothing
+
 
 @dataclass
 class Scenario:
@@ -20,6 +22,7 @@ class Scenario:
         outputs: What must agree with the plain model's, from a run of its own.
         compiled: Compiles the model in place, and returns what to call and what undoes it.
         integration: The part of fuselage.integrations that patches it.
+        before: What each step needs before it, and what is not timed.
         per_sample: Steps in what the table calls one sample, such as the steps of a denoising.
         notes: What a reader must know: sizes that were reduced, and how it was compiled.
     """
@@ -30,6 +33,7 @@ class Scenario:
     outputs: Callable[[], tuple[torch.Tensor, ...]]
     compiled: Callable[[], tuple[Callable, Callable[[], None]]]
     integration: str
+    before: Callable[[], object] = nothing
     per_sample: int = 1
     notes: list[str] = field(default_factory=list)
 
@@ -69,7 +73,7 @@ def created_on(device: str, dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def llama(device: str, quick: bool, layers: int | None, training: bool = False):
+def llama(device: str, quick: bool, layers: int | None, exact: bool, training: bool = False):
     """The model, its title and notes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -79,14 +83,14 @@ def llama(device: str, quick: bool, layers: int | None, training: bool = False):
         free = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
         layers = max(1, min(whole, int((free - TRAINING_BYTES) / TRAINING_BYTES_A_LAYER)))
     sizes["num_hidden_layers"] = layers or whole
-    dtype = torch.float32 if quick else torch.bfloat16
+    dtype = torch.float32 if quick or exact else torch.bfloat16
     with created_on(device, dtype):
         model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False)).eval()
     name = "small Llama" if quick else "Llama-3-8B shape"
     notes = []
     if sizes["num_hidden_layers"] != whole:
         notes.append(f"{sizes['num_hidden_layers']} of {whole} layers")
-    return model, f"{name}, {'fp32' if quick else 'bf16'}", notes
+    return model, f"{name}, {'fp32' if quick or exact else 'bf16'}", notes
 
 
 def compiled_blocks(blocks: list[torch.nn.Module], model: torch.nn.Module):
@@ -109,9 +113,9 @@ def compiled_blocks(blocks: list[torch.nn.Module], model: torch.nn.Module):
 BLOCKS_NOTE = "compiled block by block (fullgraph), as all blocks are alike"
 
 
-def llama_prefill(device: str, quick: bool, layers: int | None) -> Scenario:
+def llama_prefill(device: str, quick: bool, layers: int | None, exact: bool = False) -> Scenario:
     """Logits of the last token of prompts."""
-    model, title, notes = llama(device, quick, layers)
+    model, title, notes = llama(device, quick, layers, exact)
     batch, tokens = (2, 64) if quick else (2, 4096)
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=device)
 
@@ -130,11 +134,11 @@ def llama_prefill(device: str, quick: bool, layers: int | None) -> Scenario:
     )
 
 
-def llama_decode(device: str, quick: bool, layers: int | None) -> Scenario:
+def llama_decode(device: str, quick: bool, layers: int | None, exact: bool = False) -> Scenario:
     """One token for each sequence, with a static cache."""
     from transformers import StaticCache
 
-    model, title, notes = llama(device, quick, layers)
+    model, title, notes = llama(device, quick, layers, exact)
     batch, context = (2, 32) if quick else (8, 1024)
     ids = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
     cache = StaticCache(config=model.config, max_cache_len=context + 1)
@@ -147,7 +151,6 @@ def llama_decode(device: str, quick: bool, layers: int | None) -> Scenario:
 
     @torch.no_grad()
     def step(call: Callable) -> torch.Tensor:
-        _rewind(cache, context)  # the same token again: every step does the same work
         return call(
             input_ids=ids[:, -1:], position_ids=position, past_key_values=cache, use_cache=True
         ).logits
@@ -163,7 +166,7 @@ def llama_decode(device: str, quick: bool, layers: int | None) -> Scenario:
         mode = "reduce-overhead" if device == "cuda" else "default"
         return torch.compile(model, mode=mode), torch._dynamo.reset
 
-    outputs()
+    outputs()  # fills the cache
     return Scenario(
         title=f"{title}: decode, {batch} sequences after {context} tokens",
         model=model,
@@ -171,6 +174,8 @@ def llama_decode(device: str, quick: bool, layers: int | None) -> Scenario:
         outputs=outputs,
         compiled=compile,
         integration="transformers",
+        # The same token again: every step does the same work.
+        before=lambda: _rewind(cache, context),
         notes=[*notes, "static cache", "compiled whole, with CUDA graphs on a GPU"],
     )
 
@@ -186,9 +191,9 @@ def _rewind(cache, length: int) -> None:
                 setattr(layer, name, length)
 
 
-def llama_training(device: str, quick: bool, layers: int | None) -> Scenario:
+def llama_training(device: str, quick: bool, layers: int | None, exact: bool = False) -> Scenario:
     """Forward, loss, backward and AdamW."""
-    model, title, notes = llama(device, quick, layers, training=True)
+    model, title, notes = llama(device, quick, layers, exact, training=True)
     model.train()
     batch, tokens = (2, 64) if quick else (1, 4096)
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=device)
@@ -221,7 +226,7 @@ def llama_training(device: str, quick: bool, layers: int | None) -> Scenario:
     )
 
 
-def ltx_video(device: str, quick: bool, layers: int | None) -> Scenario:
+def ltx_video(device: str, quick: bool, layers: int | None, exact: bool = False) -> Scenario:
     """The transformer of LTX-Video: 30 steps of denoising, with guidance."""
     from diffusers import LTXVideoTransformer3DModel
 
@@ -230,7 +235,7 @@ def ltx_video(device: str, quick: bool, layers: int | None) -> Scenario:
     if layers is not None:
         sizes["num_layers"] = layers
         notes.append(f"{layers} of 28 layers")
-    dtype = torch.float32 if quick else torch.bfloat16
+    dtype = torch.float32 if quick or exact else torch.bfloat16
     with created_on(device, dtype):
         model = LTXVideoTransformer3DModel(**sizes).eval()
     pixel_frames, pixel_height, pixel_width = (9, 64, 96) if quick else (49, 512, 768)
@@ -257,7 +262,7 @@ def ltx_video(device: str, quick: bool, layers: int | None) -> Scenario:
 
     size = "small LTX-Video" if quick else "LTX-Video"
     return Scenario(
-        title=f"{size}, {'fp32' if quick else 'bf16'}: {pixel_frames} frames of "
+        title=f"{size}, {'fp32' if quick or exact else 'bf16'}: {pixel_frames} frames of "
         f"{pixel_height}x{pixel_width}, {steps} steps, with guidance (batch 2)",
         model=model,
         step=step,
@@ -269,7 +274,8 @@ def ltx_video(device: str, quick: bool, layers: int | None) -> Scenario:
     )
 
 
-SCENARIOS: dict[str, Callable[[str, bool, int | None], Scenario]] = {
+# With `exact`, in float32.
+SCENARIOS: dict[str, Callable[..., Scenario]] = {
     "llama-prefill": llama_prefill,
     "llama-decode": llama_decode,
     "llama-training": llama_training,
