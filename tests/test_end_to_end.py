@@ -138,5 +138,24 @@ def test_the_breakdown_counts_no_kernel_twice(main, monkeypatch):
     assert found["matmul"] == 2 and sum(found.values()) == 2
 
 
+def test_a_column_that_runs_out_of_memory_ends_no_other(main, monkeypatch, tmp_path, capsys):
+    from benchmarks.end_to_end import cli
+
+    measured, calls = cli.measured, []
+
+    def first_fails(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return measured(*args)
+
+    monkeypatch.setattr(cli, "measured", first_fails)
+    path = tmp_path / "results.json"
+    assert main([*OPTIONS, "--only", "llama-prefill", "--output", str(path)]) == 0
+    columns = json.loads(path.read_text())["cases"]["llama-prefill"]["columns"]
+    assert list(columns) == ["eager + fuselage"]
+    assert "out of memory" in capsys.readouterr().out
+
+
 def test_a_cpu_times_nothing_of_full_size(main):
     assert main(["--device", "cpu", "--only", "ltx-video"]) == 2

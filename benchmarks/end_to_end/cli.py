@@ -122,11 +122,11 @@ def run(
             if not verified:
                 print("  FAILED: not timed")
                 break
-        columns[COLUMNS[patched]] = measured(scenario, model, options, device)
+        columns[COLUMNS[patched]] = measured_or_none(scenario, model, options, device)
         if options.no_compile:
             continue
         call, undo = scenario.compiled()
-        columns[COLUMNS[2 + patched]] = measured(scenario, call, options, device)
+        columns[COLUMNS[2 + patched]] = measured_or_none(scenario, call, options, device)
         undo()
     integration.unpatch(model)
     return {
@@ -138,8 +138,19 @@ def run(
         "per_sample": scenario.per_sample,
         "replaced": len(report.replaced),
         "left_alone": len(report.left_alone),
-        "columns": {name: columns[name] for name in COLUMNS if name in columns},
+        "columns": {name: columns[name] for name in COLUMNS if columns.get(name)},
     }
+
+
+def measured_or_none(scenario: Scenario, call, options, device: str) -> dict | None:
+    """None where the memory does not suffice: the other columns go on."""
+    try:
+        return measured(scenario, call, options, device)
+    except torch.OutOfMemoryError:
+        print("  out of memory: a column is left out", flush=True)
+    scenario.model.zero_grad()
+    free(device)
+    return None
 
 
 def measured(scenario: Scenario, call, options: argparse.Namespace, device: str) -> dict:

@@ -19,6 +19,13 @@ def replaced_share(columns: dict, name: str) -> float | None:
     return None if beside is None else (shares["other"] - beside["breakdown"]["other"]) / total
 
 
+def over(columns: dict, name: str, times: dict) -> str:
+    """How many times as fast as the column of that name, which may have run out of memory."""
+    if name not in columns:
+        return "-"
+    return f"{columns[name]['milliseconds']['median'] / times['median']:.2f}x"
+
+
 def table(record: dict) -> str:
     """In Markdown."""
     columns, steps = record["columns"], record["per_sample"]
@@ -30,8 +37,8 @@ def table(record: dict) -> str:
     ]
     for name, column in columns.items():
         times = column["milliseconds"]
-        eager = columns["eager"]["milliseconds"]["median"] / times["median"]
-        without = columns[name.removesuffix(" + fuselage")]["milliseconds"]["median"]
+        eager = over(columns, "eager", times)
+        without = over(columns, name.removesuffix(" + fuselage"), times)
         share = replaced_share(columns, name)
         total = sum(column["breakdown"].values()) or 1.0
         big = (column["breakdown"]["matmul"] + column["breakdown"]["attention"]) / total
@@ -39,8 +46,8 @@ def table(record: dict) -> str:
             name,
             f"{times['median'] * steps:.1f}",
             f"{times['min'] * steps:.1f} to {times['max'] * steps:.1f}",
-            f"{eager:.2f}x",
-            f"{without / times['median']:.2f}x" if name.endswith("fuselage") else "",
+            eager,
+            without if name.endswith("fuselage") else "",
             "-" if column["peak_gib"] is None else f"{column['peak_gib']:.1f}",
             "-" if share is None else f"{share:.0%}",
             f"{big:.0%}",

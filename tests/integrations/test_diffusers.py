@@ -414,6 +414,14 @@ def test_a_norm_with_parameters_keeps_its_adaptive_norm(integration):
     assert report.replaced == {"norm": "layer_norm"}
 
 
+def test_an_adaptive_norm_over_another_dimension_is_left_alone(integration):
+    from diffusers.models.normalization import AdaLayerNorm
+
+    report = integration.patch(AdaLayerNorm(32, chunk_dim=0))
+    assert "another dimension" in report.left_alone[""]
+    assert report.replaced == {"norm": "layer_norm"}
+
+
 @pytest.mark.parametrize("elementwise_affine", [True, False])
 def test_rms_norm_with_and_without_a_weight(integration, fuselage, device, elementwise_affine):
     from diffusers.models.normalization import RMSNorm

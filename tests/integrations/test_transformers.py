@@ -328,6 +328,17 @@ def test_a_model_without_weights_can_be_patched(integration, fuselage, device):
     assert counts["rms_norm"] == 1
 
 
+def test_a_model_of_fake_tensors_can_be_patched(integration):
+    """Those have no values to compare, and what was found without any must not be remembered."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        model = nn.Sequential(nn.RMSNorm(64, eps=1e-4), MLP(nn.SiLU()))
+        report = integration.patch(model)
+    assert report.replaced == {"0": ONCE, "1": "swiglu"}
+    assert integration.patch(nn.RMSNorm(64, eps=1e-4)).replaced == {"": ONCE}
+
+
 def test_autocast(integration, fuselage, device):
     plain = build("Llama", device)
     model = copy.deepcopy(plain)

@@ -33,11 +33,12 @@ def recognise_ada_norm(module: torch.nn.Module) -> Found:
         return "its norm is no layer norm over the last dimension"
     if norm.weight is not None or norm.bias is not None:
         return "its norm has parameters of its own; that norm is replaced instead"
+    if getattr(module, "chunk_dim", 1) != 1:
+        return "its scale and shift lie along another dimension; its norm is replaced instead"
     function, chunks, arguments = _FORMS[name]
     if not _behaves_the_same(module, function, chunks, arguments):
         return "it computes something else than ada_layer_norm"
-    covered = ("norm",) if getattr(module, "chunk_dim", 1) == 1 else ()
-    return Match("ada_layer_norm", function, covers=covered)
+    return Match("ada_layer_norm", function, covers=("norm",))
 
 
 def modulate(
@@ -108,8 +109,6 @@ def _continuous(self, x, conditioning_embedding):
 
 
 def _shift_first(self, x, timestep: Optional[torch.Tensor] = None, temb=None):
-    if self.chunk_dim != 1:
-        return type(self).forward(self, x, timestep, temb)
     if self.emb is not None:
         temb = self.emb(timestep)
     shift, scale = _embedded(self, temb).chunk(2, dim=1)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Callable, Optional, Union
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 _MARK = "fuselage_replacement"  # an attribute of our functions: what they stand for
 
@@ -86,7 +87,8 @@ def patch_modules(
         for name, module in model.named_modules():
             if id(module) in covered:
                 continue
-            found = next((f for f in (r(module) for r in recognisers) if f is not None), None)
+            with unset_fake_temporarily():  # what a probe computes must have values
+                found = next((f for f in (r(module) for r in recognisers) if f is not None), None)
             if isinstance(found, Match):
                 found = install(module, found) or found
             if isinstance(found, str):
