@@ -714,6 +714,18 @@ def test_torch_rms_norm(integration, fuselage, device):
     assert "more than the last dimension" in integration.patch(several).left_alone["0"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_rms_norm_without_an_eps(integration, fuselage, device, dtype):
+    """Its default is that of float32, which is what it computes in."""
+    norm = nn.RMSNorm(64, device=device, dtype=dtype)
+    x = 3e-4 * torch.randn(4, 64, device=device, dtype=dtype)
+    expected = norm(x).detach()
+    assert integration.patch(norm).replaced == {"": ONCE}
+    with counted_ops(fuselage) as counts:
+        assert_close(norm(x).detach(), expected, tol=2 * torch.finfo(dtype).eps)
+    assert counts == {"rms_norm": 1}
+
+
 class MLP(nn.Module):
     def __init__(self, act):
         super().__init__()

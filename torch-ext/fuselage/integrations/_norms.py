@@ -180,7 +180,8 @@ def _rms_forward(eps: str, name: str, offset: float, rounding: str) -> Callable:
             return type(self).forward(self, total), total
         epsilon = getattr(self, eps)
         if epsilon is None:
-            epsilon = torch.finfo(x.dtype).eps
+            # As PyTorch takes it, which computes in float32 whatever the dtype.
+            epsilon = torch.finfo(torch.float32).eps
         cast, out_dtype = False, None
         if rounding == "not at all":
             out_dtype = torch.float32
