@@ -21,11 +21,6 @@ struct Arguments {
   const char* x_name = "x";
 };
 
-void check_half_or_float(const Arguments& a, const char* name, DType dtype, DType x_dtype) {
-  FUSELAGE_CHECK(a.op, dtype == x_dtype || dtype == DType::float32, "`", name, "` must be ",
-                 dtype_name(x_dtype), " as `", a.x_name, "`, or float32, got ", dtype_name(dtype));
-}
-
 // A gate, scale or shift, checked.
 struct Modulated {
   Modulation values{};
@@ -55,7 +50,7 @@ Modulated check_modulation(const Arguments& a, const char* name, const OptionalT
   FUSELAGE_CHECK(a.op, one || same || batch, "`", name, "` must have shape [", dim,
                  "], one for each batch element, or that of `", a.x_name, "` ", shape_of(x),
                  ", got ", shape_of(t));
-  check_half_or_float(a, name, dtype, x_dtype);
+  check_like_or_float32(a.op, name, dtype, x_dtype, a.x_name);
   const Rows t_rows = rows_of(t);
   result.holder = t_rows.tensor;
   result.values = {t_rows.data(), t_rows.stride, 1, dtype};
@@ -67,19 +62,6 @@ Modulated check_modulation(const Arguments& a, const char* name, const OptionalT
     result.by_row = result.rows == 1;
   }
   return result;
-}
-
-// `weight` or `bias` [dim] in x's type or float32, as adjacent elements.
-OptionalTensor check_vector(const Arguments& a, const char* name, const OptionalTensor& tensor,
-                            DType x_dtype) {
-  if (!tensor.has_value()) return std::nullopt;
-  check_same_device(a.op, name, *tensor, a.x, a.x_name);
-  const int64_t dim = a.x.size(a.x.dim() - 1);
-  FUSELAGE_CHECK(a.op, tensor->dim() == 1 && tensor->size(0) == dim, "`", name,
-                 "` must have shape [", dim, "], the last dimension of `", a.x_name, "` ",
-                 shape_of(a.x), ", got ", shape_of(*tensor));
-  check_half_or_float(a, name, check_dtype(a.op, name, *tensor), x_dtype);
-  return tensor->is_contiguous() ? tensor : torch::stable::contiguous(*tensor);
 }
 
 NormVector vector_of(const OptionalTensor& tensor, DType x_dtype) {
@@ -110,18 +92,9 @@ Checked check(const Arguments& a) {
   c.shift = check_modulation(a, "shift", a.shift, c.dtype, c.rows);
   if (a.scale.has_value() && a.shift.has_value())
     check_same_shape(a.op, "shift", *a.shift, *a.scale, "scale");
-  c.weight = check_vector(a, "weight", a.weight, c.dtype);
-  c.bias = check_vector(a, "bias", a.bias, c.dtype);
+  c.weight = check_vector(a.op, "weight", a.weight, a.x, a.x_name);
+  c.bias = check_vector(a.op, "bias", a.bias, a.x, a.x_name);
   return c;
-}
-
-// `tensor`, one of x's shape and type.
-void check_alike(const Arguments& a, const char* name, const Tensor& tensor, DType x_dtype) {
-  check_same_device(a.op, name, tensor, a.x, a.x_name);
-  check_same_shape(a.op, name, tensor, a.x, a.x_name);
-  const DType dtype = check_dtype(a.op, name, tensor);
-  FUSELAGE_CHECK(a.op, dtype == x_dtype, "`", name, "` must be ", dtype_name(x_dtype), " as `",
-                 a.x_name, "`, got ", dtype_name(dtype));
 }
 
 struct Results {
@@ -130,7 +103,7 @@ struct Results {
 
 Results run_forward(const Arguments& a, const Tensor* residual, double eps, bool for_gradient) {
   const Checked c = check(a);
-  if (residual != nullptr) check_alike(a, "residual", *residual, c.dtype);
+  if (residual != nullptr) check_like(a.op, "residual", *residual, a.x, a.x_name);
   Results results;
   results.out = empty_like(a.x, a.x.scalar_type());
   if (residual != nullptr) results.new_residual = empty_like(a.x, a.x.scalar_type());
@@ -191,9 +164,9 @@ Gradients run_backward(const Arguments& a, const Tensor& grad_out,
                        const OptionalTensor& grad_new_residual, const OptionalTensor& x,
                        const Tensor& statistics, Needs needs) {
   const Checked c = check(a);
-  check_alike(a, "grad_out", grad_out, c.dtype);
+  check_like(a.op, "grad_out", grad_out, a.x, a.x_name);
   if (grad_new_residual.has_value())
-    check_alike(a, "grad_new_residual", *grad_new_residual, c.dtype);
+    check_like(a.op, "grad_new_residual", *grad_new_residual, a.x, a.x_name);
   const int64_t values = c.rows * (a.layer ? 2 : 1);
   check_same_device(a.op, "statistics", statistics, a.x, a.x_name);
   FUSELAGE_CHECK(a.op,
@@ -208,7 +181,7 @@ Gradients run_backward(const Arguments& a, const Tensor& grad_out,
   needs.bias = needs.bias && a.bias.has_value();
   if (needs.gate) {
     FUSELAGE_CHECK(a.op, x.has_value(), "`x` must be given where the gradient of `gate` is needed");
-    check_alike(a, "x", *x, c.dtype);
+    check_like(a.op, "x", *x, a.x, a.x_name);
   }
 
   const auto grad_of = [&](bool needed, const Tensor* like) {

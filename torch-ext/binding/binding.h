@@ -97,6 +97,38 @@ inline void check_same_shape(const char* op, const char* name, const Tensor& ten
                  ", got ", shape_of(tensor));
 }
 
+// `tensor` is like `x` in device, shape and dtype.
+inline void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& x,
+                       const char* x_name = "x") {
+  check_same_device(op, name, tensor, x, x_name);
+  check_same_shape(op, name, tensor, x, x_name);
+  const DType dtype = check_dtype(op, name, tensor);
+  const DType wanted = *dtype_from(x.scalar_type());
+  FUSELAGE_CHECK(op, dtype == wanted, "`", name, "` must be ", dtype_name(wanted), " as `", x_name,
+                 "`, got ", dtype_name(dtype));
+}
+
+// `dtype`, that of `name`, is x's or float32.
+inline void check_like_or_float32(const char* op, const char* name, DType dtype, DType x_dtype,
+                                  const char* x_name = "x") {
+  FUSELAGE_CHECK(op, dtype == x_dtype || dtype == DType::float32, "`", name, "` must be ",
+                 dtype_name(x_dtype), " as `", x_name, "`, or float32, got ", dtype_name(dtype));
+}
+
+// `vector` [dim] in x's type or float32, as adjacent elements.
+inline OptionalTensor check_vector(const char* op, const char* name, const OptionalTensor& vector,
+                                   const Tensor& x, const char* x_name = "x") {
+  if (!vector.has_value()) return std::nullopt;
+  check_same_device(op, name, *vector, x, x_name);
+  const int64_t dim = x.size(x.dim() - 1);
+  FUSELAGE_CHECK(op, vector->dim() == 1 && vector->size(0) == dim, "`", name, "` must have shape [",
+                 dim, "], the last dimension of `", x_name, "` ", shape_of(x), ", got ",
+                 shape_of(*vector));
+  check_like_or_float32(op, name, check_dtype(op, name, *vector), *dtype_from(x.scalar_type()),
+                        x_name);
+  return vector->is_contiguous() ? vector : torch::stable::contiguous(*vector);
+}
+
 // A tensor seen as [rows, dim] with adjacent elements in a row and `stride` elements between rows.
 struct Rows {
   Tensor tensor;  // keeps a contiguous copy alive

@@ -13,31 +13,6 @@ DType check_x(const char* op, const Tensor& x, const char* name = "x") {
   return check_dtype(op, name, x);
 }
 
-// `tensor` is like `x` in device, shape and dtype.
-void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& x,
-                const char* x_name = "x") {
-  check_same_device(op, name, tensor, x, x_name);
-  check_same_shape(op, name, tensor, x, x_name);
-  const DType dtype = check_dtype(op, name, tensor);
-  const DType wanted = *dtype_from(x.scalar_type());
-  FUSELAGE_CHECK(op, dtype == wanted, "`", name, "` must be ", dtype_name(wanted), " as `", x_name,
-                 "`, got ", dtype_name(dtype));
-}
-
-// `bias` [dim] in x's type or float32, as adjacent elements.
-OptionalTensor check_bias(const char* op, const OptionalTensor& bias, const Tensor& x) {
-  if (!bias.has_value()) return std::nullopt;
-  check_same_device(op, "bias", *bias, x);
-  const int64_t dim = x.size(x.dim() - 1);
-  FUSELAGE_CHECK(op, bias->dim() == 1 && bias->size(0) == dim, "`bias` must have shape [", dim,
-                 "], the last dimension of `x` ", shape_of(x), ", got ", shape_of(*bias));
-  const DType dtype = check_dtype(op, "bias", *bias);
-  const DType wanted = *dtype_from(x.scalar_type());
-  FUSELAGE_CHECK(op, dtype == wanted || dtype == DType::float32, "`bias` must be ",
-                 dtype_name(wanted), " as `x`, or float32, got ", dtype_name(dtype));
-  return bias->is_contiguous() ? bias : torch::stable::contiguous(*bias);
-}
-
 // dim of a packed x [..., 2 * dim].
 int64_t check_packed(const char* op, const Tensor& x) {
   check_x(op, x);
@@ -292,7 +267,7 @@ void add_forward(const char* op, const Tensor& x, const OptionalTensor& bias, co
 Tensor add_act(const char* op, const Tensor& x, const OptionalTensor& bias, const Tensor* y,
                double alpha, int64_t activation) {
   check_x(op, x);
-  const OptionalTensor checked_bias = check_bias(op, bias, x);
+  const OptionalTensor checked_bias = check_vector(op, "bias", bias, x);
   if (y != nullptr) check_like(op, "y", *y, x);
   Tensor out = empty_like(x, x.scalar_type());
   add_forward(op, x, checked_bias, y, alpha, check_activation(op, activation), out,
@@ -305,7 +280,7 @@ void add_act_inplace(const char* op, const char* functional_op, const Tensor& x,
                      const OptionalTensor& bias, const Tensor* y, double alpha,
                      int64_t activation) {
   check_x(op, x);
-  const OptionalTensor checked_bias = check_bias(op, bias, x);
+  const OptionalTensor checked_bias = check_vector(op, "bias", bias, x);
   if (y != nullptr) check_like(op, "y", *y, x);
   const Activation checked_activation = check_activation(op, activation);
   const auto stride = row_stride_of(x);
@@ -447,7 +422,7 @@ std::tuple<Tensor, Tensor, Tensor> add_mul_act_bwd(const Tensor& grad_out, const
   p.activation = check_activation(op, activation);
   p.alpha = static_cast<float>(alpha);
   p.dtype = check_x(op, grad_out, "grad_out");
-  const OptionalTensor checked_bias = check_bias(op, bias, grad_out);
+  const OptionalTensor checked_bias = check_vector(op, "bias", bias, grad_out);
   needs_grad_bias = needs_grad_bias && checked_bias.has_value();
   Tensor grad_x = needs_grad_x ? empty_like(grad_out, grad_out.scalar_type()) : no_tensor(grad_out);
   Tensor grad_bias = needs_grad_bias ? empty_like(*checked_bias, checked_bias->scalar_type())

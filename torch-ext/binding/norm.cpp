@@ -10,29 +10,6 @@ void check_x(const char* op, const Tensor& x) {
   FUSELAGE_CHECK(op, x.dim() >= 1, "`x` must have at least one dimension, got a scalar");
 }
 
-// `weight` [dim] in x's type or float32, as adjacent elements.
-OptionalTensor check_weight(const char* op, const OptionalTensor& weight, const Tensor& x,
-                            DType x_dtype) {
-  if (!weight.has_value()) return std::nullopt;
-  check_same_device(op, "weight", *weight, x);
-  const int64_t dim = x.size(x.dim() - 1);
-  FUSELAGE_CHECK(op, weight->dim() == 1 && weight->size(0) == dim, "`weight` must have shape [",
-                 dim, "], the last dimension of `x` ", shape_of(x), ", got ", shape_of(*weight));
-  const DType dtype = check_dtype(op, "weight", *weight);
-  FUSELAGE_CHECK(op, dtype == x_dtype || dtype == DType::float32, "`weight` must be ",
-                 dtype_name(x_dtype), " as `x`, or float32, got ", dtype_name(dtype));
-  return weight->is_contiguous() ? weight : torch::stable::contiguous(*weight);
-}
-
-void check_residual(const char* op, const char* name, const Tensor& residual, const Tensor& x,
-                    DType x_dtype) {
-  check_same_device(op, name, residual, x);
-  check_same_shape(op, name, residual, x);
-  const DType dtype = check_dtype(op, name, residual);
-  FUSELAGE_CHECK(op, dtype == x_dtype, "`", name, "` must be ", dtype_name(x_dtype),
-                 " as `x`, got ", dtype_name(dtype));
-}
-
 DType check_out_dtype(const char* op, std::optional<ScalarType> out_dtype, DType x_dtype) {
   if (!out_dtype.has_value()) return x_dtype;
   const std::optional<DType> dtype = dtype_from(*out_dtype);
@@ -113,7 +90,7 @@ Prepared check_forward(const char* op, const Tensor& x, const OptionalTensor& we
   const DType x_dtype = check_dtype(op, "x", x);
   FUSELAGE_CHECK(op, x.size(x.dim() - 1) < (int64_t{1} << 31),
                  "the last dimension of `x` must be below 2^31, got ", shape_of(x));
-  return {check_weight(op, weight, x, x_dtype), x_dtype, check_out_dtype(op, out_dtype, x_dtype)};
+  return {check_vector(op, "weight", weight, x), x_dtype, check_out_dtype(op, out_dtype, x_dtype)};
 }
 
 Tensor run_rms_norm(const char* op, const Tensor& x, const OptionalTensor& weight,
@@ -130,7 +107,7 @@ std::tuple<Tensor, Tensor> run_fused_add(const char* op, const Tensor& x, const 
                                          const OptionalTensor& weight, const Options& options,
                                          std::optional<ScalarType> out_dtype, const Tensor* rstd) {
   const Prepared checked = check_forward(op, x, weight, out_dtype);
-  check_residual(op, "residual", residual, x, checked.x_dtype);
+  check_like(op, "residual", residual, x);
   Tensor out = empty_like(x, scalar_type_of(checked.out_dtype));
   Tensor new_residual = empty_like(x, x.scalar_type());
   const int64_t dim = x.size(x.dim() - 1);
@@ -181,7 +158,7 @@ void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const Optional
                          double eps, double weight_offset, bool cast_before_weight) {
   const char* op = "fused_add_rms_norm_";
   const Prepared checked = check_forward(op, x, weight, std::nullopt);
-  check_residual(op, "residual", residual, x, checked.x_dtype);
+  check_like(op, "residual", residual, x);
   const auto x_stride = row_stride_of(x);
   const auto residual_stride = row_stride_of(residual);
   const int64_t rows = rows_in(x), dim = x.size(x.dim() - 1);
@@ -216,9 +193,8 @@ std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad_out,
   check_same_shape(op, "grad_out", grad_out, x);
   p.out_dtype = check_dtype(op, "grad_out", grad_out);
   check_out_dtype(op, grad_out.scalar_type(), p.x_dtype);
-  const OptionalTensor checked_weight = check_weight(op, weight, x, p.x_dtype);
-  if (grad_new_residual.has_value())
-    check_residual(op, "grad_new_residual", *grad_new_residual, x, p.x_dtype);
+  const OptionalTensor checked_weight = check_vector(op, "weight", weight, x);
+  if (grad_new_residual.has_value()) check_like(op, "grad_new_residual", *grad_new_residual, x);
   p.rows = rows_in(x);
   p.dim = x.size(x.dim() - 1);
   check_same_device(op, "rstd", rstd, x);

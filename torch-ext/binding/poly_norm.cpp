@@ -51,9 +51,7 @@ Tensor check_factors(const Arguments& a, const char* name, const Tensor& factors
                    "`", name, "` must have shape [", experts, ", ", width,
                    "], a row for each expert of `offs`, got ", shape_of(factors));
   }
-  const DType dtype = check_dtype(a.op, name, factors);
-  FUSELAGE_CHECK(a.op, dtype == x_dtype || dtype == DType::float32, "`", name, "` must be ",
-                 dtype_name(x_dtype), " as `x`, or float32, got ", dtype_name(dtype));
+  check_like_or_float32(a.op, name, check_dtype(a.op, name, factors), x_dtype);
   return factors.is_contiguous() ? factors : torch::stable::contiguous(factors);
 }
 
@@ -78,11 +76,7 @@ Inputs check(const Arguments& a) {
                    shape_of(x));
   }
   if (a.mul.has_value()) {
-    check_same_device(a.op, "mul", *a.mul, x);
-    check_same_shape(a.op, "mul", *a.mul, x);
-    const DType mul_dtype = check_dtype(a.op, "mul", *a.mul);
-    FUSELAGE_CHECK(a.op, mul_dtype == dtype, "`mul` must be ", dtype_name(dtype), " as `x`, got ",
-                   dtype_name(mul_dtype));
+    check_like(a.op, "mul", *a.mul, x);
   }
   int64_t experts = 1;
   const int32_t* offs = nullptr;

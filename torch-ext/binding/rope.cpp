@@ -140,9 +140,7 @@ Positions check_positions(const char* op, const char* q_name, const Tensor& q, c
   check_same_device(op, "cos", cos, q, q_name);
   check_same_device(op, "sin", sin, q, q_name);
   table.dtype = check_dtype(op, "cos", cos);
-  FUSELAGE_CHECK(op, table.dtype == shape.dtype || table.dtype == DType::float32, "`cos` must be ",
-                 dtype_name(shape.dtype), " as `", q_name, "`, or float32, got ",
-                 dtype_name(table.dtype));
+  check_like_or_float32(op, "cos", table.dtype, shape.dtype, q_name);
   check_same_shape(op, "sin", sin, cos, "cos");
   FUSELAGE_CHECK(op, check_dtype(op, "sin", sin) == table.dtype, "`sin` must be ",
                  dtype_name(table.dtype), " as `cos`, got ",
@@ -367,21 +365,6 @@ bool may_overlap(const Tensor& a, const Tensor& b, const Dims& dims) {
 
 // ---- qk_norm_rotary ----
 
-// `weight` [dim] in q's type or float32, as adjacent elements.
-OptionalTensor check_weight(const char* op, const char* name, const OptionalTensor& weight,
-                            const char* q_name, const Tensor& q, const RotaryShape& shape) {
-  if (!weight.has_value()) return std::nullopt;
-  check_same_device(op, name, *weight, q, q_name);
-  FUSELAGE_CHECK(op, weight->dim() == 1 && weight->size(0) == shape.dim, "`", name,
-                 "` must have shape [", shape.dim, "], the last dimension of `", q_name, "` ",
-                 shape_of(q), ", got ", shape_of(*weight));
-  const DType dtype = check_dtype(op, name, *weight);
-  FUSELAGE_CHECK(op, dtype == shape.dtype || dtype == DType::float32, "`", name, "` must be ",
-                 dtype_name(shape.dtype), " as `", q_name, "`, or float32, got ",
-                 dtype_name(dtype));
-  return weight->is_contiguous() ? weight : torch::stable::contiguous(*weight);
-}
-
 template <typename Side>
 void set_weight(Side& side, const OptionalTensor& weight, DType dtype) {
   side.weight_dtype = dtype;
@@ -464,8 +447,8 @@ std::tuple<Tensor, Tensor> qk_norm_rotary(
   QkNormRotary p{};
   p.shape = shape_from(op, "q", q, dims, interleaved);
   if (k.has_value()) check_k(op, "k", *k, "q", q, dims);
-  const OptionalTensor checked_q_weight = check_weight(op, "q_weight", q_weight, "q", q, p.shape);
-  const OptionalTensor checked_k_weight = check_weight(op, "k_weight", k_weight, "q", q, p.shape);
+  const OptionalTensor checked_q_weight = check_vector(op, "q_weight", q_weight, q, "q");
+  const OptionalTensor checked_k_weight = check_vector(op, "k_weight", k_weight, q, "q");
   const Positions positions = check_positions(op, "q", q, cos, sin, options, p.shape);
   check_norm_dim(op, q, p.shape);
   p.table = positions.table;
@@ -529,8 +512,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> qk_norm_rotary_bwd(
   };
   check_grad("grad_q_out", grad_q_out, "q", q);
   if (k.has_value()) check_grad("grad_k_out", *grad_k_out, "k", *k);
-  const OptionalTensor checked_q_weight = check_weight(op, "q_weight", q_weight, "q", q, p.shape);
-  const OptionalTensor checked_k_weight = check_weight(op, "k_weight", k_weight, "q", q, p.shape);
+  const OptionalTensor checked_q_weight = check_vector(op, "q_weight", q_weight, q, "q");
+  const OptionalTensor checked_k_weight = check_vector(op, "k_weight", k_weight, q, "q");
   const Positions positions = check_positions(op, "q", q, cos, sin, options, p.shape);
   check_norm_dim(op, q, p.shape);
   p.table = positions.table;
