@@ -11,18 +11,12 @@ the size of LTX-Video 0.9 and 49 frames of 512x768 pixels, for a GPU.
 
 import argparse
 import copy
-import os
 import sys
 import time
 from itertools import pairwise
-from pathlib import Path
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from kernels import get_local_kernel
-
-REPO = Path(__file__).resolve().parent.parent
+from demo import check, load
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -34,22 +28,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="of denoising")
     parser.add_argument("--no-compile", action="store_true")
     return parser.parse_args()
-
-
-def check(holds: bool, failure: str) -> None:
-    if not holds:
-        sys.exit(f"FAILED: {failure}")
-
-
-def load():
-    """The kernel that was built, and the device it runs on."""
-    for device in ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]:
-        try:
-            # A CUDA build of Torch wants a CUDA variant unless it is told otherwise.
-            return get_local_kernel(REPO, backend="cpu" if device == "cpu" else None), device
-        except FileNotFoundError:
-            continue
-    sys.exit("FAILED: no kernel is built for this machine: make build")
 
 
 def build_transformer(options: argparse.Namespace, device: str) -> torch.nn.Module:

@@ -11,18 +11,12 @@ what it computes; without it, `kernels.kernelize` replaces the layers that the m
 import argparse
 import copy
 import logging
-import os
 import statistics
-import sys
 import time
-from pathlib import Path
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from kernels import KernelizeFallback, Mode, get_local_kernel, kernelize, use_kernel_mapping
-
-REPO = Path(__file__).resolve().parent.parent
+from demo import check, load
+from kernels import KernelizeFallback, Mode, kernelize, use_kernel_mapping
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -37,22 +31,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--patch", action="store_true", help="patch() instead of kernelize()")
     parser.add_argument("--no-compile", action="store_true")
     return parser.parse_args()
-
-
-def check(holds: bool, failure: str) -> None:
-    if not holds:
-        sys.exit(f"FAILED: {failure}")
-
-
-def load():
-    """The kernel that was built, and the device it runs on."""
-    for device in ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]:
-        try:
-            # A CUDA build of Torch wants a CUDA variant unless it is told otherwise.
-            return get_local_kernel(REPO, backend="cpu" if device == "cpu" else None), device
-        except FileNotFoundError:
-            continue
-    sys.exit("FAILED: no kernel is built for this machine: make build")
 
 
 def build_llama(options: argparse.Namespace, device: str) -> torch.nn.Module:

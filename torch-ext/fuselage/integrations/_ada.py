@@ -12,13 +12,9 @@ from typing import Callable, Optional
 
 import torch
 
+from ..ada_norm import ada_layer_norm
 from . import _probe
 from ._patch import Found, Match, marked
-
-try:
-    from ..ada_norm import ada_layer_norm
-except ImportError:  # not in this version
-    ada_layer_norm = None
 
 
 def recognise_ada_norm(module: torch.nn.Module) -> Found:
@@ -27,7 +23,7 @@ def recognise_ada_norm(module: torch.nn.Module) -> Found:
     if not re.search(r"ada_?layer_?norm|layernormzero", name, re.IGNORECASE):
         return None
     norm = getattr(module, "norm", None)
-    if ada_layer_norm is None or name not in _FORMS or norm is None:
+    if name not in _FORMS or norm is None:
         return None  # its parts are looked at one by one
     if not isinstance(norm, torch.nn.LayerNorm) or len(norm.normalized_shape) != 1:
         return "its norm is no layer norm over the last dimension"

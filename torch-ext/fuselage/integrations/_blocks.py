@@ -12,15 +12,10 @@ from typing import Callable, Optional
 
 import torch
 
+from ..ada_norm import ada_layer_norm, ada_rms_norm, gate_residual_ada_norm
 from . import _probe
 from ._ada import fusible
 from ._patch import Found, Match, marked, replacement_of
-
-try:
-    from ..ada_norm import ada_layer_norm, ada_rms_norm, gate_residual_ada_norm
-except ImportError:  # not in this version
-    ada_layer_norm = ada_rms_norm = gate_residual_ada_norm = None
-
 
 # Decoder layers of language models: the norm before the MLP takes the residual, too.
 
@@ -177,7 +172,7 @@ def _gemma_layer(self, hidden_states, options):
 
 def recognise_diffusion_block(module: torch.nn.Module) -> Found:
     """The blocks of LTX-Video, Flux, Stable Diffusion 3 and Wan."""
-    if gate_residual_ada_norm is None or type(module).__name__ not in _DIFFUSION_BLOCKS:
+    if type(module).__name__ not in _DIFFUSION_BLOCKS:
         return None
     function, norms, arguments = _DIFFUSION_BLOCKS[type(module).__name__]
     for name in norms:

@@ -8,14 +8,10 @@ from typing import Callable, Optional
 
 import torch
 
+from ..ada_norm import layer_norm
 from ..norm import fused_add_rms_norm, rms_norm
 from . import _probe
 from ._patch import Found, Match, marked
-
-try:
-    from ..ada_norm import layer_norm
-except ImportError:  # not in this version
-    layer_norm = None
 
 _NAME = re.compile(r"norm", re.IGNORECASE)
 _OTHER_NAMES = re.compile(r"batch|group|instance|response|gated|spectral|weightnorm", re.IGNORECASE)
@@ -109,9 +105,7 @@ def _candidates(eps: str, name: str, has_weight: bool, has_bias: bool) -> list[C
             candidates.append(_rms_forward(eps, name, 0.0, rounding))
             if has_weight:
                 candidates.append(_rms_forward(eps, name, 1.0, rounding))
-    if layer_norm is not None:
-        candidates.append(_layer_forward(eps, name))
-    return candidates
+    return [*candidates, _layer_forward(eps, name)]
 
 
 def _behaves_the_same(module, function, dim: int, has_weight: bool, has_bias: bool) -> bool:

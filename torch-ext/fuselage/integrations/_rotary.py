@@ -13,13 +13,9 @@ from typing import Callable, Optional
 
 import torch
 
+from ..rope import apply_rotary
 from . import _probe
 from ._patch import Found, Match, marked, original_of, replacement
-
-try:
-    from ..rope import apply_rotary
-except ImportError:  # not in this version
-    apply_rotary = None
 
 _WHAT = "apply_rotary"
 
@@ -45,8 +41,6 @@ def recognise_rotary_attention(module: torch.nn.Module) -> Found:
     """Attention whose forward calls `apply_rotary_pos_emb`."""
     forward = type(module).forward
     names = [getattr(f, "kernel_layer_name", "") for f in _kernel_functions(module)]
-    if apply_rotary is None:
-        return None
     if _NAME not in getattr(getattr(forward, "__code__", None), "co_names", ()):
         return "its forward does not call its rotary embedding itself" if any(names) else None
     function = forward.__globals__.get(_NAME)
@@ -149,7 +143,7 @@ _PROCESSOR_NAME = "apply_rotary_emb"
 def recognise_rotary_processor(module: torch.nn.Module) -> Found:
     """Attention whose processor calls `apply_rotary_emb`."""
     processor = vars(module).get("processor")
-    if apply_rotary is None or processor is None or isinstance(processor, torch.nn.Module):
+    if processor is None or isinstance(processor, torch.nn.Module):
         return None
     if replacement(processor):
         return Match(_WHAT, processor, attribute="processor")
