@@ -14,11 +14,10 @@ namespace fuselage {
 namespace {
 
 // Block: (threads of a token, tokens). Grid: (tokens / tokens a block, blocks of a token).
-template <typename T, int kHeads, Pairs kPairs, bool kAligned>
+template <typename T, int N, int kHeads, Pairs kPairs, bool kAligned>
 __global__ void __launch_bounds__(kRotaryThreads, kAligned ? 3 : 1)
     rotary_kernel(const Rotary p, const HeadLayout layout, const int groups, const Divisor items,
                   const Divisor tokens) {
-  constexpr int N = kRotaryVector;
   const bool interleaved = is_interleaved<kPairs>(p.shape);
   const int slot = blockIdx.y * blockDim.x + threadIdx.x;
   const int group = static_cast<int>(quotient(slot, items));
@@ -72,13 +71,12 @@ __global__ void __launch_bounds__(kRotaryThreads, kAligned ? 3 : 1)
 
 // ---- launchers ----
 
-bool is_aligned(const Rotary& p) {
+bool is_aligned(const Rotary& p, int vector) {
   const auto side = [&](const RotarySide& s) {
-    return s.heads == 0 || (aligned_heads(s.x, p.shape.dtype, kRotaryVector) &&
-                            aligned_heads(s.out, p.shape.dtype, kRotaryVector));
+    return s.heads == 0 || (aligned_heads(s.x, p.shape.dtype, vector) &&
+                            aligned_heads(s.out, p.shape.dtype, vector));
   };
-  return aligned_shape(p.shape, kRotaryVector) && aligned_table(p.table, kRotaryVector) &&
-         side(p.q) && side(p.k);
+  return aligned_shape(p.shape, vector) && aligned_table(p.table, vector) && side(p.q) && side(p.k);
 }
 
 }  // namespace
@@ -86,10 +84,14 @@ bool is_aligned(const Rotary& p) {
 namespace gpu {
 
 const char* rotary(const Rotary& p, int device, void* stream) {
-  const bool aligned = is_aligned(p);
+  // Halves of an even size that is no multiple of four, as those of a head of 100, have vectors of two.
+  const bool pairs_of_two =
+      !p.shape.interleaved && !is_aligned(p, kRotaryVector) && is_aligned(p, kRotaryVector / 2);
+  const int vector = pairs_of_two ? kRotaryVector / 2 : kRotaryVector;
+  const bool aligned = is_aligned(p, vector);
   const bool with_rest = !p.in_place && p.shape.dim > p.shape.rotary_dim;
-  const RotaryPolicy policy =
-      rotary_policy(device_info(device), p.shape, p.q.heads + p.k.heads, with_rest, aligned);
+  const RotaryPolicy policy = rotary_policy(device_info(device), p.shape, p.q.heads + p.k.heads,
+                                            vector, with_rest, aligned);
   const int64_t tokens = p.shape.batch * p.shape.tokens;
   if (policy.blocks_per_token > kMostBlocksOfToken)
     return "all heads of a token have too many elements for one launch";
@@ -103,13 +105,19 @@ const char* rotary(const Rotary& p, int device, void* stream) {
                         Divisor(policy.layout.rotated_items + policy.layout.rest_items),
                         Divisor(p.shape.tokens));
     };
-    if constexpr (is_aligned) {
-      switch (policy.heads_per_thread) {
-        case 1: return run(&rotary_kernel<T, 1, pairs, true>);
-        case 4: return run(&rotary_kernel<T, 4, pairs, true>);
+    const auto run_vectors = [&](auto size) {
+      if constexpr (is_aligned) {
+        switch (policy.heads_per_thread) {
+          case 1: return run(&rotary_kernel<T, size, 1, pairs, true>);
+          case 4: return run(&rotary_kernel<T, size, 4, pairs, true>);
+        }
       }
+      return run(&rotary_kernel<T, size, 2, pairs, is_aligned>);
+    };
+    if constexpr (pairs == Pairs::halves) {
+      if (pairs_of_two) return run_vectors(std::integral_constant<int, kRotaryVector / 2>{});
     }
-    return run(&rotary_kernel<T, 2, pairs, is_aligned>);
+    return run_vectors(std::integral_constant<int, kRotaryVector>{});
   });
 }
 

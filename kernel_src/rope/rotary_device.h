@@ -132,16 +132,18 @@ __device__ __forceinline__ void load_rotation_as(const RotaryTable& table, const
   if (interleaved) {
     const int behind = item.first_size;  // where the first vectors end and the second begin
     if (table.half_width) {
-      // Neighbours share a column.
-      float c1[N / 2], c2[N / 2], s1[N / 2], s2[N / 2];
-      table_columns<kAligned>(cos, sin, column / 2, (behind + column) / 2, behind / 2, dim / 2, c1,
-                              c2, s1, s2);
+      // Neighbours share a column. Vectors of two are of halves alone.
+      if constexpr (N >= 4) {
+        float c1[N / 2], c2[N / 2], s1[N / 2], s2[N / 2];
+        table_columns<kAligned>(cos, sin, column / 2, (behind + column) / 2, behind / 2, dim / 2,
+                                c1, c2, s1, s2);
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        r.cos1[i] = c1[i / 2];
-        r.cos2[i] = c2[i / 2];
-        first[i] = s1[i / 2];
-        second[i] = s2[i / 2];
+        for (int i = 0; i < N; ++i) {
+          r.cos1[i] = c1[i / 2];
+          r.cos2[i] = c2[i / 2];
+          first[i] = s1[i / 2];
+          second[i] = s2[i / 2];
+        }
       }
     } else {
       table_columns<kAligned>(cos, sin, column, behind + column, behind, dim, r.cos1, r.cos2, first,

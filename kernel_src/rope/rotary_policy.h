@@ -57,9 +57,9 @@ struct RotaryPolicy {
 };
 
 inline RotaryPolicy rotary_policy(const DeviceInfo& device, const RotaryShape& shape, int64_t heads,
-                                  bool with_rest, bool aligned) {
+                                  int vector, bool with_rest, bool aligned) {
   RotaryPolicy policy{};
-  policy.layout = head_layout(shape, kRotaryVector, with_rest, !aligned);
+  policy.layout = head_layout(shape, vector, with_rest, !aligned);
   const int64_t items = policy.layout.rotated_items + policy.layout.rest_items;
   const int64_t tokens = shape.batch * shape.tokens;
   // Two vectors of each head, all in flight together. Where all threads are on the GPU at once, time is
