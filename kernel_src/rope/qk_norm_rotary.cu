@@ -1,15 +1,17 @@
 // qk_norm_rotary on the GPU, forward and backward (formulas: rope/rotary.h).
 //
-// The threads of a row (up to a warp, or whole warps) hold a head; in the forward up to four heads of a
-// token, all of q or all of k, that share cos, sin and weight. A head is read once, with 16-byte loads that
-// are all issued before the first use; cos, sin and weight are there for four of its columns at a time. A thread
-// has both elements of every pair, so the rotation needs no exchange between threads.
+// The threads of a row (up to a warp, or whole warps) hold heads of a token, all of q or all of k: several at once
+// where they fit a warp, and one unit of heads after the other, for which cos, sin, weight and addresses are worked
+// out once. Both directions are bound by instructions otherwise. Heads that fit a warp are in vectors of four
+// elements and share the steps of their sums; longer ones are in vectors of 16 bytes, with cos, sin and weight for
+// four of their columns at a time. A head is read once, and all loads are issued before the first use. A
+// thread has both elements of every pair, so the rotation needs no exchange between threads.
 //
 // The backward is a persistent grid, first over the heads of q, then over those of k. A thread keeps the
 // weight gradient of its columns in registers; blocks leave one row of float32 partial sums each, which a
 // second kernel adds up in order.
 //
-// With kAligned every half of a head starts and ends on a 16-byte boundary; without, halves may start
+// With kAligned every half of a head starts and ends on the boundary of a vector; without, halves may start
 // anywhere (common/vector.h). Which thread has which columns, and so the order of every sum, is the same.
 #include "common/dispatch.h"
 #include "common/reduce.h"
@@ -94,45 +96,32 @@ __device__ __forceinline__ int opaque(int value) {
 
 // ---- forward ----
 
-// Block: (threads_per_row, rows_per_block), a row being kHeads heads of a token's q or k.
-template <typename T, int kHeads, Pairs kPairs, bool kAligned>
+// Block: (threads_per_row, rows_per_block). A row is a unit of heads of a token, all of q or all of k, that
+// share cos, sin and weight: kHeads at a time. With kHeads > 1 its threads are at most a warp.
+template <typename T, int N, int kHeads, Pairs kPairs, bool kAligned>
 __global__ void __launch_bounds__(kQkNormThreads, !kAligned     ? 1
                                                   : kHeads == 1 ? 4
-                                                                : 2)
-    qk_norm_rotary_kernel(const QkNormRotary p, const HeadLayout layout, const int q_rows,
-                          const Divisor rows_of_token, const Divisor tokens,
+                                                                : kQkNormBlocks)
+    qk_norm_rotary_kernel(const QkNormRotary p, const HeadLayout layout, const int unit_heads,
+                          const int q_rows, const Divisor rows_of_token, const Divisor tokens,
                           const float per_column) {
-  constexpr int N = 16 / sizeof(T);
   constexpr int M = kRotaryVector;
   const bool interleaved = is_interleaved<kPairs>(p.shape);
-  __shared__ RowSumScratch<kHeads> scratch[1];
+  const int width = blockDim.x;
+  __shared__ RowSumScratch<1> scratch[1];
   const Item item = item_of(layout, p.shape, threadIdx.x, N);
   const int64_t index = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-  const int rows = static_cast<int>(rows_of_token.value);
   const int64_t token = quotient(index, rows_of_token);
   const bool inside = token < p.shape.batch * p.shape.tokens;
-  const int row = static_cast<int>(index - token * rows);
+  const int row = static_cast<int>(index - token * static_cast<int>(rows_of_token.value));
   const Token at = token_of(tokens, inside ? token : 0);
   const bool is_q = row < q_rows;
   const QkNormRotarySide& side = is_q ? p.q : p.k;
-  // Neighbouring rows have neighbouring heads.
-  const int first_head = is_q ? row : row - q_rows;
-  const int step = is_q ? q_rows : rows - q_rows;
-  const auto exists = [&](int i) { return inside && first_head + i * step < side.heads; };
+  const int first_head = (is_q ? row : row - q_rows) * unit_heads;
+  const int count = inside ? min(static_cast<int>(side.heads) - first_head, unit_heads) : 0;
+  // Behind the last head of the unit they stay at it.
   const T* x = head_of<T>(side.x, at, first_head);
   T* out = head_of<T>(side.out, at, first_head);
-  const int64_t x_step = step * side.x.head_stride, out_step = step * side.out.head_stride;
-  const auto x_of = [&](int i) { return exists(i) ? x + i * x_step : x; };
-
-  ItemLoading<T, N, kAligned> loading[kHeads];
-#pragma unroll
-  for (int i = 0; i < kHeads; ++i) {
-    if constexpr (kAligned) {
-      loading[i].start_inside(x_of(i), item);
-    } else {
-      loading[i].start(x_of(i), item, exists(i));
-    }
-  }
   const TableRow table = table_row(p.table, at);
   Rotation<M> rotation;
   float f1[M], f2[M];
@@ -144,55 +133,92 @@ __global__ void __launch_bounds__(kQkNormThreads, !kAligned     ? 1
     item_factors<kAligned, T>(side.weight, side.weight_dtype, p.weight_offset, item,
                               item.column + start, f1, f2);
   };
-  load_factors(0);
-  Vector<T, N> first[kHeads], second[kHeads];
-  float sums[kHeads];
-#pragma unroll
-  for (int i = 0; i < kHeads; ++i) {
-    loading[i].finish(x_of(i), item, exists(i), first[i], second[i]);
-    float x1[N], x2[N];
-    first[i].to_floats(x1);
-    second[i].to_floats(x2);
-    const float sum1 = sum_of_products(x1, x1), sum2 = sum_of_products(x2, x2);
-    sums[i] = (item.column < item.first_size ? sum1 : 0.0f) +
-              (item.column < item.second_size ? sum2 : 0.0f);
-  }
-  row_sum<false>(sums, 1, scratch, 0);
-#pragma unroll
-  for (int i = 0; i < kHeads; ++i) sums[i] = reciprocal_sqrt(fmaf(sums[i], per_column, p.eps));
 
-  const auto finish_columns = [&](auto start) {
-    if constexpr (start > 0) load_factors(start);
+  ItemLoading<T, N, kAligned> loading[kHeads];
+  const T* heads[kHeads];
+  const auto start_heads = [&](int done) {
+    const auto exists = [&](int i) { return done + i < count; };
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
-      change_part<start>(first[i], second[i], [&](float(&x1)[M], float(&x2)[M]) {
-#pragma unroll
-        for (int k = 0; k < M; ++k) {
-          x1[k] *= sums[i];
-          x2[k] *= sums[i];
-        }
-        if (p.cast_before_weight) {
-          round_all<T>(x1);
-          round_all<T>(x2);
-        }
-#pragma unroll
-        for (int k = 0; k < M; ++k) {
-          x1[k] *= f1[k];
-          x2[k] *= f2[k];
-        }
-        if (p.cast_before_weight) {
-          round_all<T>(x1);
-          round_all<T>(x2);
-        }
-        if (item.rotated) rotate(rotation, interleaved, x1, x2);
-      });
+      heads[i] = x;
+      if constexpr (kAligned) {
+        loading[i].start_inside(x, item);
+      } else {
+        loading[i].start(x, item, exists(i));
+      }
+      x += exists(i + 1) ? side.x.head_stride : 0;
     }
   };
-  finish_columns(std::integral_constant<int, 0>{});
-  if constexpr (M < N) finish_columns(std::integral_constant<int, M>{});
+  start_heads(0);
+  load_factors(0);
+#pragma unroll 1
+  for (int done = 0;;) {
+    const auto exists = [&](int i) { return done + i < count; };
+    Vector<T, N> first[kHeads], second[kHeads];
+    float sums[kHeads][1];
 #pragma unroll
-  for (int i = 0; i < kHeads; ++i)
-    store_item<kAligned>(first[i], second[i], out + i * out_step, item, exists(i), layout.width);
+    for (int i = 0; i < kHeads; ++i) {
+      loading[i].finish(heads[i], item, exists(i), first[i], second[i]);
+      float x1[N], x2[N];
+      first[i].to_floats(x1);
+      second[i].to_floats(x2);
+      const float sum1 = sum_of_products(x1, x1), sum2 = sum_of_products(x2, x2);
+      sums[i][0] = (item.column < item.first_size ? sum1 : 0.0f) +
+                   (item.column < item.second_size ? sum2 : 0.0f);
+    }
+    float row_rstd[1];
+    if constexpr (kHeads > 1) {
+      warp_sums_of_rows(sums, row_rstd, width);
+    } else {
+      row_sum<false>(sums[0], 1, scratch, 0);
+      row_rstd[0] = sums[0][0];
+    }
+    row_rstd[0] = reciprocal_sqrt(fmaf(row_rstd[0], per_column, p.eps));
+    float rstd[kHeads];
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      rstd[i] = kHeads > 1 ? shuffle_from(row_rstd[0], lane_of_row<kHeads>(i, width), width)
+                           : row_rstd[0];
+    }
+
+    const auto finish_columns = [&](auto start) {
+      if constexpr (start > 0) load_factors(start);
+#pragma unroll
+      for (int i = 0; i < kHeads; ++i) {
+        change_part<start>(first[i], second[i], [&](float(&x1)[M], float(&x2)[M]) {
+#pragma unroll
+          for (int k = 0; k < M; ++k) {
+            x1[k] *= rstd[i];
+            x2[k] *= rstd[i];
+          }
+          if (p.cast_before_weight) {
+            round_all<T>(x1);
+            round_all<T>(x2);
+          }
+#pragma unroll
+          for (int k = 0; k < M; ++k) {
+            x1[k] *= f1[k];
+            x2[k] *= f2[k];
+          }
+          if (p.cast_before_weight) {
+            round_all<T>(x1);
+            round_all<T>(x2);
+          }
+          if (item.rotated) rotate(rotation, interleaved, x1, x2);
+        });
+      }
+    };
+    finish_columns(std::integral_constant<int, 0>{});
+    if constexpr (M < N) finish_columns(std::integral_constant<int, M>{});
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      store_item<kAligned>(first[i], second[i], out, item, exists(i), layout.width);
+      out += exists(i + 1) ? side.out.head_stride : 0;
+    }
+    done += kHeads;
+    if (kHeads == 1 || done >= unit_heads) return;
+    start_heads(done);
+  }
 }
 
 // ---- backward ----
@@ -223,88 +249,144 @@ __device__ __forceinline__ void write_partials(const float (&g1)[N], const float
   }
 }
 
-template <typename T, Pairs kPairs, bool kAligned>
-__global__ void __launch_bounds__(kQkNormThreads, kAligned ? 2 : 1)
+// Block: (threads_per_row, rows_per_block). Grid: any. A row takes one unit of a token's heads after the other,
+// kHeads of them at a time: of q first, then of k. With kHeads > 1 a row is at most a warp.
+template <typename T, int N, int kHeads, Pairs kPairs, bool kAligned>
+__global__ void __launch_bounds__(kQkNormThreads, kAligned ? kQkNormBackwardBlocks : 1)
     qk_norm_rotary_backward_kernel(const QkNormRotaryBackward p, const HeadLayout layout,
-                                   const Divisor tokens) {
-  constexpr int N = 16 / sizeof(T);
+                                   const Divisor tokens, const int q_unit, const int k_unit,
+                                   const float per_column) {
   __shared__ RowSumScratch<2> scratch[2];
   extern __shared__ __align__(16) float weight_sums[];  // [rows of the block, dim]
   const bool interleaved = is_interleaved<kPairs>(p.shape);
-  const int dim = static_cast<int>(p.shape.dim);
+  const int width = blockDim.x;
   int turn = 0;
 
 #pragma unroll 1
   for (int s = 0; s < 2; ++s) {
-    const int64_t side_heads = s == 0 ? p.q.heads : p.k.heads;
-    const int heads = side_heads > 0 ? static_cast<int>(side_heads) : 1;
-    float grad_weight1[N] = {}, grad_weight2[N] = {};
-    // The head of this row, and how far it is to that of the next turn: no divisions of 64 bits on the way.
-    const int64_t first = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-    const int distance = gridDim.x * blockDim.y;
-    const int64_t first_token = quotient(first, heads);
-    Token at = token_of(tokens, first_token);
-    int head = static_cast<int>(first - first_token * heads);
-    const int token_step = distance / heads, head_step = distance % heads;
-    // All rows of a block take equally many turns: they meet in the sums.
-    int64_t left = p.shape.batch * p.shape.tokens * side_heads - int64_t{blockIdx.x} * blockDim.y;
-#pragma unroll 1
-    for (; left > 0; left -= distance) {
-      const Item item = item_of(layout, p.shape, opaque(threadIdx.x), N);
-      const QkNormRotaryBackwardSide& side = s == 0 ? p.q : p.k;
-      const bool inside = threadIdx.y < left;
-      const T* x = inside ? head_of<T>(side.x, at, head) : nullptr;
-      const T* grad_out = inside ? head_of<T>(side.grad_out, at, head) : nullptr;
-      ItemLoading<T, N, kAligned> x_loading, g_loading;
-      x_loading.start(x, item, inside);
-      g_loading.start(grad_out, item, inside);
-      Rotation<N> rotation;
-      if (inside && item.rotated)
-        load_rotation<T, kAligned>(p.table, p.shape, table_row(p.table, at), item, item.column,
-                                   interleaved, true, rotation);
-
-      // g, and the sums of x^2 and of g * f * x.
-      float g1[N], g2[N];
-      g_loading.finish(grad_out, item, inside, g1, g2);
-      if (item.rotated) rotate(rotation, interleaved, g1, g2);
-      // From the L1 cache in each turn: there are no registers to keep them.
-      float f1[N], f2[N];
+    const QkNormRotaryBackwardSide& side = s == 0 ? p.q : p.k;
+    const int heads = static_cast<int>(side.heads), unit_heads = s == 0 ? q_unit : k_unit;
+    const int units = heads > 0 ? (heads + unit_heads - 1) / unit_heads : 1;
+    const Item item = item_of(layout, p.shape, threadIdx.x, N);
+    float f1[N], f2[N], grad_weight1[N] = {}, grad_weight2[N] = {};
+    if (heads > 0) {
       item_factors<kAligned, T>(side.weight, side.weight_dtype, p.weight_offset, item, item.column,
                                 f1, f2);
-      float x1[N], x2[N];
-      x_loading.finish(x, item, inside, x1, x2);
-      float sums[2] = {0.0f, 0.0f};
+    }
+    // The unit of this row, and how far it is to that of the next turn: no divisions of 64 bits on the way.
+    const int64_t index = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+    const int distance = gridDim.x * blockDim.y;
+    const int64_t first_token = quotient(index, units);
+    Token at = token_of(tokens, first_token);
+    int unit = static_cast<int>(index - first_token * units);
+    const int token_step = distance / units, unit_step = distance % units;
+    // All rows of a block take equally many turns: they meet in the sums.
+    int64_t left =
+        p.shape.batch * p.shape.tokens * (heads > 0 ? units : 0) - int64_t{blockIdx.x} * blockDim.y;
+#pragma unroll 1
+    for (; left > 0; left -= distance) {
+      const bool inside = threadIdx.y < left;
+      const Token here = inside ? at : Token{0, 0};
+      const int first_head = inside ? unit * unit_heads : 0;
+      const int count = inside ? min(heads - first_head, unit_heads) : 0;
+      Rotation<N> rotation;
+      // Behind the last head of the unit they stay at it.
+      const T* x = head_of<T>(side.x, here, first_head);
+      const T* grad_out = head_of<T>(side.grad_out, here, first_head);
+      T* grad_x = head_of<T>(side.grad_x, here, first_head);
+#pragma unroll 1
+      for (int done = 0; done < unit_heads; done += kHeads) {
+        const auto exists = [&](int i) { return done + i < count; };
+        ItemLoading<T, N, kAligned> x_loading[kHeads], g_loading[kHeads];
+        const T* x_heads[kHeads];
+        const T* g_heads[kHeads];
 #pragma unroll
-      for (int k = 0; k < N; ++k) {
-        sums[0] = fmaf(x1[k], x1[k], sums[0]);
-        sums[0] = fmaf(x2[k], x2[k], sums[0]);
-        sums[1] = fmaf(g1[k] * f1[k], x1[k], sums[1]);
-        sums[1] = fmaf(g2[k] * f2[k], x2[k], sums[1]);
-      }
-      row_sum<false>(sums, 1, scratch, turn);
-      turn ^= 1;
+        for (int i = 0; i < kHeads; ++i) {
+          x_heads[i] = x;
+          g_heads[i] = grad_out;
+          if constexpr (kAligned) {
+            x_loading[i].start_inside(x, item);
+            g_loading[i].start_inside(grad_out, item);
+          } else {
+            x_loading[i].start(x, item, exists(i));
+            g_loading[i].start(grad_out, item, exists(i));
+          }
+          x += exists(i + 1) ? side.x.head_stride : 0;
+          grad_out += exists(i + 1) ? side.grad_out.head_stride : 0;
+        }
+        if (done == 0 && item.rotated) {
+          load_rotation<T, kAligned>(p.table, p.shape, table_row(p.table, here),
+                                     item_of(layout, p.shape, opaque(threadIdx.x), N), item.column,
+                                     interleaved, true, rotation);
+        }
 
-      const float rstd = reciprocal_sqrt(sums[0] / static_cast<float>(dim) + p.eps);
-      const float x_factor = sums[1] / static_cast<float>(dim) * rstd * rstd * rstd;
-      if (inside) {
+        // g, and the sums of x^2 and of g * f * x.
+        float g1[kHeads][N], g2[kHeads][N], sums[kHeads][2];
+        Vector<T, N> packed1[kHeads], packed2[kHeads];
 #pragma unroll
-        for (int k = 0; k < N; ++k) {
-          g1[k] *= rstd;
-          g2[k] *= rstd;
-          grad_weight1[k] = fmaf(g1[k], x1[k], grad_weight1[k]);
-          grad_weight2[k] = fmaf(g2[k], x2[k], grad_weight2[k]);
-          x1[k] = fmaf(g1[k], f1[k], -x1[k] * x_factor);
-          x2[k] = fmaf(g2[k], f2[k], -x2[k] * x_factor);
+        for (int i = 0; i < kHeads; ++i) {
+          x_loading[i].finish(x_heads[i], item, exists(i), packed1[i], packed2[i]);
+          g_loading[i].finish(g_heads[i], item, exists(i), g1[i], g2[i]);
+          if (item.rotated) rotate(rotation, interleaved, g1[i], g2[i]);
+          float x1[N], x2[N], sums1[2] = {}, sums2[2] = {};
+          packed1[i].to_floats(x1);
+          packed2[i].to_floats(x2);
+#pragma unroll
+          for (int k = 0; k < N; ++k) {
+            sums1[0] = fmaf(x1[k], x1[k], sums1[0]);
+            sums2[0] = fmaf(x2[k], x2[k], sums2[0]);
+            sums1[1] = fmaf(g1[i][k] * f1[k], x1[k], sums1[1]);
+            sums2[1] = fmaf(g2[i][k] * f2[k], x2[k], sums2[1]);
+          }
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            sums[i][j] = (item.column < item.first_size ? sums1[j] : 0.0f) +
+                         (item.column < item.second_size ? sums2[j] : 0.0f);
+          }
+        }
+        float row[2];
+        if constexpr (kHeads > 1) {
+          warp_sums_of_rows(sums, row, width);
+        } else {
+          row_sum<false>(sums[0], 1, scratch, turn);
+          turn ^= 1;
+          row[0] = sums[0][0];
+          row[1] = sums[0][1];
+        }
+        row[0] = reciprocal_sqrt(fmaf(row[0], per_column, p.eps));
+        row[1] *= per_column * row[0] * row[0] * row[0];
+
+#pragma unroll
+        for (int i = 0; i < kHeads; ++i) {
+          float rstd = row[0], x_factor = row[1];
+          if constexpr (kHeads > 1) {
+            rstd = shuffle_from(row[0], lane_of_row<kHeads>(i, width), width);
+            x_factor = shuffle_from(row[1], lane_of_row<kHeads>(i, width), width);
+          }
+          float x1[N], x2[N];
+          packed1[i].to_floats(x1);
+          packed2[i].to_floats(x2);
+          if (exists(i)) {
+#pragma unroll
+            for (int k = 0; k < N; ++k) {
+              g1[i][k] *= rstd;
+              g2[i][k] *= rstd;
+              grad_weight1[k] = fmaf(g1[i][k], x1[k], grad_weight1[k]);
+              grad_weight2[k] = fmaf(g2[i][k], x2[k], grad_weight2[k]);
+              x1[k] = fmaf(g1[i][k], f1[k], -x1[k] * x_factor);
+              x2[k] = fmaf(g2[i][k], f2[k], -x2[k] * x_factor);
+            }
+          }
+          if (side.grad_x.data != nullptr) {
+            store_item<kAligned>(Vector<T, N>::from_floats(x1), Vector<T, N>::from_floats(x2),
+                                 grad_x, item, exists(i), layout.width);
+            grad_x += exists(i + 1) ? side.grad_x.head_stride : 0;
+          }
         }
       }
-      if (side.grad_x.data != nullptr) {
-        T* grad_x = inside ? head_of<T>(side.grad_x, at, head) : nullptr;
-        store_item<kAligned>(Vector<T, N>::from_floats(x1), Vector<T, N>::from_floats(x2), grad_x,
-                             item, inside, layout.width);
-      }
-      head += head_step;
-      at.token += token_step + (head >= heads ? 1 : 0);
-      head -= head >= heads ? heads : 0;
+      unit += unit_step;
+      at.token += token_step + (unit >= units ? 1 : 0);
+      unit -= unit >= units ? units : 0;
       if (at.token >= p.shape.tokens) {
         const uint32_t tokens = static_cast<uint32_t>(p.shape.tokens);
         const int64_t batches =
@@ -313,10 +395,10 @@ __global__ void __launch_bounds__(kQkNormThreads, kAligned ? 2 : 1)
         at.batch += batches;
       }
     }
-    const Item item = item_of(layout, p.shape, threadIdx.x, N);
-    const QkNormRotaryBackwardSide& side = s == 0 ? p.q : p.k;
-    if (side.grad_weight != nullptr)
-      write_partials(grad_weight1, grad_weight2, item, dim, weight_sums, side.partials);
+    if (side.grad_weight != nullptr) {
+      write_partials(grad_weight1, grad_weight2, item, static_cast<int>(p.shape.dim), weight_sums,
+                     side.partials);
+    }
   }
   let_kernel_after_start();
 }
@@ -363,8 +445,7 @@ __global__ void __launch_bounds__(kWeightColumns* kWeightShares)
 
 bool aligned_weight(const void* weight) { return reinterpret_cast<uintptr_t>(weight) % 16 == 0; }
 
-bool is_aligned(const QkNormRotary& p) {
-  const int vector = qk_norm_vector(p.shape);
+bool is_aligned(const QkNormRotary& p, int vector) {
   const auto side = [&](const QkNormRotarySide& s) {
     return s.heads == 0 ||
            (aligned_heads(s.x, p.shape.dtype, vector) &&
@@ -374,16 +455,15 @@ bool is_aligned(const QkNormRotary& p) {
          side(p.k);
 }
 
-bool is_aligned(const QkNormRotaryBackward& p) {
-  const int vector = qk_norm_vector(p.shape);
+bool is_aligned(const QkNormRotaryBackward& p, int vector) {
   const auto side = [&](const QkNormRotaryBackwardSide& s) {
     return s.heads == 0 ||
            (aligned_heads(s.x, p.shape.dtype, vector) &&
             aligned_heads(s.grad_out, p.shape.dtype, vector) &&
             aligned_heads(s.grad_x, p.shape.dtype, vector) && aligned_weight(s.weight));
   };
-  return aligned_shape(p.shape, vector) &&
-         aligned_table(p.table, static_cast<int>(16 / dtype_size(p.table.dtype))) && side(p.q) &&
+  const int table_vector = std::min(vector, static_cast<int>(16 / dtype_size(p.table.dtype)));
+  return aligned_shape(p.shape, vector) && aligned_table(p.table, table_vector) && side(p.q) &&
          side(p.k);
 }
 
@@ -394,45 +474,58 @@ namespace gpu {
 int64_t qk_norm_rotary_max_dim(const RotaryShape& shape) { return qk_norm_max_dim(shape); }
 
 const char* qk_norm_rotary(const QkNormRotary& p, int device, void* stream) {
-  const QkNormPolicy policy = qk_norm_policy(p.shape);
+  const QkNormForwardPolicy policy =
+      qk_norm_forward_policy(device_info(device), p.shape, p.q.heads, p.k.heads);
   const int64_t tokens = p.shape.batch * p.shape.tokens;
-  return dispatch_heads(p.shape, is_aligned(p), [&](auto tag, auto pairs, auto aligned) {
+  const int64_t q_rows = ceil_div(p.q.heads, policy.unit);
+  const int64_t rows = q_rows + ceil_div(p.k.heads, policy.unit);
+  const bool aligned = is_aligned(p, policy.row.vector);
+  return dispatch_heads(p.shape, aligned, [&](auto tag, auto pairs, auto is_aligned) {
     using T = typename decltype(tag)::type;
-    const auto run = [&](auto kernel, int heads_per_row) {
-      const int64_t q_rows = ceil_div(p.q.heads, heads_per_row);
-      const int64_t rows = q_rows + ceil_div(p.k.heads, heads_per_row);
-      return gpu_launch(kernel, dim3(ceil_div(tokens * rows, policy.rows_per_block)),
-                        dim3(policy.threads_per_row, policy.rows_per_block), 0, 1,
-                        static_cast<gpuStream>(stream), p, policy.layout, static_cast<int>(q_rows),
-                        Divisor(rows), Divisor(p.shape.tokens),
+    const auto run = [&](auto kernel) {
+      return gpu_launch(kernel, dim3(ceil_div(tokens * rows, policy.row.rows_per_block)),
+                        dim3(policy.row.threads_per_row, policy.row.rows_per_block), 0, 1,
+                        static_cast<gpuStream>(stream), p, policy.row.layout, policy.unit,
+                        static_cast<int>(q_rows), Divisor(rows), Divisor(p.shape.tokens),
                         1.0f / static_cast<float>(p.shape.dim));
     };
-    if constexpr (aligned) {
-      if (qk_norm_heads(device_info(device), p.shape, p.q.heads, p.k.heads) == 4)
-        return run(&qk_norm_rotary_kernel<T, 4, pairs, true>, 4);
-    }
-    return run(&qk_norm_rotary_kernel<T, 1, pairs, aligned>, 1);
+    constexpr int kFew = kRotaryVector, kMany = 16 / sizeof(T);
+    if (policy.row.vector != kFew)
+      return run(&qk_norm_rotary_kernel<T, kMany, 1, pairs, is_aligned>);
+    if (policy.heads_per_turn == 1)
+      return run(&qk_norm_rotary_kernel<T, kFew, 1, pairs, is_aligned>);
+    return run(&qk_norm_rotary_kernel<T, kFew, kQkNormHeads, pairs, is_aligned>);
   });
 }
 
 int64_t qk_norm_rotary_backward_partials(const QkNormRotaryBackward& p, int device) {
-  return qk_norm_backward_blocks(device_info(device), p.shape, p.q.heads, p.k.heads);
+  return qk_norm_backward_policy(device_info(device), p.shape, p.q.heads, p.k.heads).blocks;
 }
 
 const char* qk_norm_rotary_backward(const QkNormRotaryBackward& p, int device, void* raw_stream) {
   const gpuStream stream = static_cast<gpuStream>(raw_stream);
-  const QkNormPolicy policy = qk_norm_policy(p.shape);
-  const int blocks = qk_norm_backward_blocks(device_info(device), p.shape, p.q.heads, p.k.heads);
+  const QkNormBackwardPolicy policy =
+      qk_norm_backward_policy(device_info(device), p.shape, p.q.heads, p.k.heads);
   const bool weights = p.q.grad_weight != nullptr || p.k.grad_weight != nullptr;
   const int shared_bytes =
-      weights ? policy.rows_per_block * static_cast<int>(p.shape.dim * sizeof(float)) : 0;
-  const char* error =
-      dispatch_heads(p.shape, is_aligned(p), [&](auto tag, auto pairs, auto aligned) {
-        using T = typename decltype(tag)::type;
-        return gpu_launch(&qk_norm_rotary_backward_kernel<T, pairs, aligned>, dim3(blocks),
-                          dim3(policy.threads_per_row, policy.rows_per_block), shared_bytes, 1,
-                          stream, p, policy.layout, Divisor(p.shape.tokens));
-      });
+      weights ? policy.row.rows_per_block * static_cast<int>(p.shape.dim * sizeof(float)) : 0;
+  const bool aligned = is_aligned(p, policy.row.vector);
+  const char* error = dispatch_heads(p.shape, aligned, [&](auto tag, auto pairs, auto is_aligned) {
+    using T = typename decltype(tag)::type;
+    const auto run = [&](auto kernel) {
+      return gpu_launch(kernel, dim3(policy.blocks),
+                        dim3(policy.row.threads_per_row, policy.row.rows_per_block), shared_bytes,
+                        1, stream, p, policy.row.layout, Divisor(p.shape.tokens), policy.q_unit,
+                        policy.k_unit, 1.0f / static_cast<float>(p.shape.dim));
+    };
+    constexpr int kFew = kRotaryVector, kMany = 16 / sizeof(T);
+    constexpr int kHeads = qk_norm_backward_heads(sizeof(T));
+    if (policy.row.vector != kFew)
+      return run(&qk_norm_rotary_backward_kernel<T, kMany, 1, pairs, is_aligned>);
+    if (policy.heads_per_turn == 1)
+      return run(&qk_norm_rotary_backward_kernel<T, kFew, 1, pairs, is_aligned>);
+    return run(&qk_norm_rotary_backward_kernel<T, kFew, kHeads, pairs, is_aligned>);
+  });
   if (error != nullptr || !weights) return error;
   return message_of(gpu_launch_after(&qk_norm_rotary_weight_kernel,
                                      dim3(ceil_div(p.shape.dim, kWeightColumns), 2),

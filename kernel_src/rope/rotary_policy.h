@@ -12,11 +12,6 @@ namespace fuselage {
 // and sin of a pair of vectors are four times as many floats: registers are what limits the bytes under way.
 constexpr int kRotaryVector = 4;
 
-// Of qk_norm_rotary, where there are more instructions: 16 bytes.
-inline int qk_norm_vector(const RotaryShape& shape) {
-  return static_cast<int>(16 / dtype_size(shape.dtype));
-}
-
 // A head of rotary_dim + rest columns is cut into items of two vectors each. The vectors of an item are
 // `half` columns apart: those of a pair in the half-split form, and otherwise so that neighbouring items have
 // neighbouring vectors. Items [0, rotated_items) are rotated, those behind them are passed through.
@@ -97,9 +92,13 @@ inline RotaryPolicy rotary_policy(const DeviceInfo& device, const RotaryShape& s
   return policy;
 }
 
-// qk_norm_rotary: the threads of a row hold one item each, of up to four heads in the forward and of one in the
-// backward, which keeps more in registers.
+// qk_norm_rotary: the threads of a row hold one item each, of several heads of a token at once or of one.
 constexpr int kQkNormThreads = 256;  // as the kernels' launch bounds
+constexpr int kQkNormHeads = 4;      // in the forward
+// In the backward: as many as registers hold.
+constexpr int qk_norm_backward_heads(int64_t element_size) {
+  return static_cast<int>(8 / element_size);
+}
 
 // Two vectors of float32 a thread, less what whole warps of either part may waste. Half types stop there too: no
 // model has longer heads.
@@ -109,32 +108,104 @@ inline int64_t qk_norm_max_dim(const RotaryShape& shape) {
 
 struct QkNormPolicy {
   HeadLayout layout;
+  int vector;  // elements of a vector: four where a row fits a warp, and 16 bytes beyond
   int threads_per_row, rows_per_block;
 };
 
-// The layout is padded whether or not rows are aligned, so that the order of a sum does not depend on it.
+// NOTE: the order of a head's sums follows from this. It depends on nothing but the shape of a head: not on how many
+// there are, and not on whether they are aligned (so the layout is padded either way).
 inline QkNormPolicy qk_norm_policy(const RotaryShape& shape) {
-  QkNormPolicy policy{};
-  policy.layout = head_layout(shape, qk_norm_vector(shape), true, true);
-  policy.threads_per_row = threads_for(policy.layout.rotated_items + policy.layout.rest_items, 1);
-  policy.rows_per_block = std::max(1, kQkNormThreads / policy.threads_per_row);
+  const auto in_vectors_of = [&](int64_t elements) {
+    QkNormPolicy policy{};
+    policy.vector = static_cast<int>(elements);
+    policy.layout = head_layout(shape, elements, true, true);
+    policy.threads_per_row = threads_for(policy.layout.rotated_items + policy.layout.rest_items, 1);
+    policy.rows_per_block = std::max(1, kQkNormThreads / policy.threads_per_row);
+    return policy;
+  };
+  const QkNormPolicy few = in_vectors_of(kRotaryVector);
+  return few.threads_per_row <= kWarpSize ? few : in_vectors_of(16 / dtype_size(shape.dtype));
+}
+
+// Whether rows hold several heads at once: their sums stay in a warp, and there are enough for `threads` threads.
+inline bool has_several_heads(const QkNormPolicy& policy, int several, int64_t tokens,
+                              int64_t q_heads, int64_t k_heads, int64_t threads) {
+  return policy.vector == kRotaryVector && policy.threads_per_row >= several &&
+         policy.threads_per_row <= kWarpSize && std::max(q_heads, k_heads) >= several &&
+         tokens * (q_heads + k_heads) * policy.threads_per_row > threads;
+}
+
+// Blocks of several heads a row on a multiprocessor: what registers let run at once.
+constexpr int kQkNormBlocks = 3;
+constexpr int kQkNormBackwardBlocks = 2;
+
+struct QkNormForwardPolicy {
+  QkNormPolicy row;
+  int heads_per_turn;  // of a row, at once
+  int unit;            // heads of a token that a row takes
+};
+
+inline QkNormForwardPolicy qk_norm_forward_policy(const DeviceInfo& device,
+                                                  const RotaryShape& shape, int64_t q_heads,
+                                                  int64_t k_heads) {
+  const int64_t tokens = shape.batch * shape.tokens;
+  const int64_t threads = int64_t{device.multiprocessors} * kQkNormBlocks * kQkNormThreads;
+  QkNormForwardPolicy policy{qk_norm_policy(shape), 1, 1};
+  if (!has_several_heads(policy.row, kQkNormHeads, tokens, q_heads, k_heads, threads))
+    return policy;
+  policy.heads_per_turn = kQkNormHeads;
+  // A unit costs about half a turn for cos, sin, weight and addresses; turns without heads, of q or k, are lost.
+  int64_t least = 0;
+  for (int unit = kQkNormHeads; unit <= 4 * kQkNormHeads; unit += kQkNormHeads) {
+    const int64_t units = ceil_div(q_heads, unit) + ceil_div(k_heads, unit);
+    const int64_t cost = units * (2 * unit / kQkNormHeads + 1);
+    if (least != 0 && (cost >= least || tokens * units * policy.row.threads_per_row < 2 * threads))
+      continue;
+    policy.unit = unit;
+    least = cost;
+  }
   return policy;
 }
 
-// Heads of a row in the aligned forward: four, or one where there are fewer or all are on the GPU at once.
-inline int qk_norm_heads(const DeviceInfo& device, const RotaryShape& shape, int64_t q_heads,
-                         int64_t k_heads) {
-  const int64_t rows = shape.batch * shape.tokens * (q_heads + k_heads);
-  const int64_t resident = int64_t{device.multiprocessors} * 2 * kQkNormThreads;
-  return q_heads >= 4 && rows * qk_norm_policy(shape).threads_per_row > resident ? 4 : 1;
-}
+struct QkNormBackwardPolicy {
+  QkNormPolicy row;
+  int heads_per_turn;  // of a row, at once
+  int q_unit, k_unit;  // heads of a token that a row takes
+  int blocks;          // persistent; each leaves one row of partials
+};
 
-// Persistent blocks of the backward, as many as registers let run at once. Each leaves one row of partials.
-inline int qk_norm_backward_blocks(const DeviceInfo& device, const RotaryShape& shape,
-                                   int64_t q_heads, int64_t k_heads) {
-  const int64_t rows = shape.batch * shape.tokens * std::max(q_heads, k_heads);
-  const int64_t blocks = ceil_div(rows, qk_norm_policy(shape).rows_per_block);
-  return static_cast<int>(std::clamp<int64_t>(blocks, 1, 2 * device.multiprocessors));
+inline QkNormBackwardPolicy qk_norm_backward_policy(const DeviceInfo& device,
+                                                    const RotaryShape& shape, int64_t q_heads,
+                                                    int64_t k_heads) {
+  const int64_t tokens = shape.batch * shape.tokens;
+  const int64_t most_blocks = int64_t{device.multiprocessors} * kQkNormBackwardBlocks;
+  const int several = qk_norm_backward_heads(dtype_size(shape.dtype));
+  QkNormBackwardPolicy policy{};
+  policy.row = qk_norm_policy(shape);
+  const bool has_several = has_several_heads(policy.row, several, tokens, q_heads, k_heads,
+                                             most_blocks * kQkNormThreads);
+  policy.heads_per_turn = has_several ? several : 1;
+  // As in the forward; and units that do not divide evenly over the rows of all blocks leave rows idle in the end.
+  const int64_t rows = most_blocks * policy.row.rows_per_block;
+  const auto unit_of = [&](int64_t side_heads) {
+    const int64_t turns = ceil_div(side_heads, policy.heads_per_turn);
+    int64_t best = 1, least = 0;
+    for (int64_t unit = 1; unit <= turns; ++unit) {
+      const int64_t cost = ceil_div(tokens * ceil_div(turns, unit), rows) * (2 * unit + 1);
+      if (least == 0 || cost < least) {
+        best = unit;
+        least = cost;
+      }
+    }
+    return static_cast<int>(best * policy.heads_per_turn);
+  };
+  policy.q_unit = unit_of(q_heads);
+  policy.k_unit = unit_of(k_heads);
+  const int64_t units =
+      std::max(ceil_div(q_heads, policy.q_unit), ceil_div(k_heads, policy.k_unit));
+  policy.blocks = static_cast<int>(
+      std::clamp<int64_t>(ceil_div(tokens * units, policy.row.rows_per_block), 1, most_blocks));
+  return policy;
 }
 
 }  // namespace fuselage

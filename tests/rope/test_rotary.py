@@ -94,7 +94,7 @@ def test_some_kinds(fuselage, device, name, kind):
 def test_many_tokens(fuselage, name, tokens, dim):
     """Where the policies change strategy: few threads and many, whole warps and parts."""
     cuda()
-    for interleaved, heads in product((False, True), ((1, None), (2, 1), (32, 8))):
+    for interleaved, heads in product((False, True), ((1, None), (2, 1), (11, 3), (32, 8))):
         case = Case(3, tokens, *heads, dim=dim, interleaved=interleaved)
         check(*with_kernel(fuselage, case.make(name, torch.bfloat16, "cuda")))
 
@@ -446,6 +446,19 @@ def test_tokens_do_not_depend_on_the_batch(fuselage, device, name, dim, interlea
     case = Case(37, 3, 4, 2, dim, interleaved=interleaved)
     for dtype in (torch.float32, torch.bfloat16):
         check_batch_invariance(*with_kernel(fuselage, case.make(name, dtype, device)))
+
+
+@pytest.mark.gpu
+@each_name
+@pytest.mark.parametrize("dim", [32, 64, 100, 128, 256, 512])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_tokens_do_not_depend_on_a_large_batch(fuselage, name, dim, interleaved):
+    """Where there are enough tokens for all threads, rows take several heads of them."""
+    cuda()
+    case = Case(1500, 3, 11, 3, dim, interleaved=interleaved)
+    for dtype in (torch.float32, torch.bfloat16):
+        made = case.make(name, dtype, "cuda")
+        check_batch_invariance(*with_kernel(fuselage, made), sizes=(1, 40))
 
 
 @each_name
