@@ -39,9 +39,10 @@ inline bool dispatch_activation_output(DType activation, DType output, F&& f) {
   return false;
 }
 
-// Whether rows of this type start on 16-byte boundaries. Null does.
-inline bool aligned_rows(const void* pointer, int64_t stride, DType dtype) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride * dtype_size(dtype) % 16 == 0;
+// Whether rows of this type start on boundaries of so many bytes. Null does.
+inline bool aligned_rows(const void* pointer, int64_t stride, DType dtype, int64_t bytes = 16) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0 &&
+         stride * dtype_size(dtype) % bytes == 0;
 }
 
 // f(true_type) or f(false_type).

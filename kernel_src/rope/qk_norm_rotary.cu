@@ -443,13 +443,11 @@ __global__ void __launch_bounds__(kWeightColumns* kWeightShares)
 
 // ---- launchers ----
 
-bool aligned_weight(const void* weight) { return reinterpret_cast<uintptr_t>(weight) % 16 == 0; }
-
 bool is_aligned(const QkNormRotary& p, int vector) {
   const auto side = [&](const QkNormRotarySide& s) {
-    return s.heads == 0 ||
-           (aligned_heads(s.x, p.shape.dtype, vector) &&
-            aligned_heads(s.out, p.shape.dtype, vector) && aligned_weight(s.weight));
+    return s.heads == 0 || (aligned_heads(s.x, p.shape.dtype, vector) &&
+                            aligned_heads(s.out, p.shape.dtype, vector) &&
+                            aligned_rows(s.weight, 0, s.weight_dtype));
   };
   return aligned_shape(p.shape, vector) && aligned_table(p.table, kRotaryVector) && side(p.q) &&
          side(p.k);
@@ -457,10 +455,10 @@ bool is_aligned(const QkNormRotary& p, int vector) {
 
 bool is_aligned(const QkNormRotaryBackward& p, int vector) {
   const auto side = [&](const QkNormRotaryBackwardSide& s) {
-    return s.heads == 0 ||
-           (aligned_heads(s.x, p.shape.dtype, vector) &&
-            aligned_heads(s.grad_out, p.shape.dtype, vector) &&
-            aligned_heads(s.grad_x, p.shape.dtype, vector) && aligned_weight(s.weight));
+    return s.heads == 0 || (aligned_heads(s.x, p.shape.dtype, vector) &&
+                            aligned_heads(s.grad_out, p.shape.dtype, vector) &&
+                            aligned_heads(s.grad_x, p.shape.dtype, vector) &&
+                            aligned_rows(s.weight, 0, s.weight_dtype));
   };
   const int table_vector = std::min(vector, static_cast<int>(16 / dtype_size(p.table.dtype)));
   return aligned_shape(p.shape, vector) && aligned_table(p.table, table_vector) && side(p.q) &&

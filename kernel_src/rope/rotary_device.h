@@ -268,23 +268,20 @@ inline bool aligned_shape(const RotaryShape& shape, int vector) {
          (shape.interleaved ? shape.rotary_dim : shape.rotary_dim / 2) % vector == 0;
 }
 
-inline bool aligned_vectors(const void* pointer, int64_t stride, DType dtype, int vector) {
-  return reinterpret_cast<uintptr_t>(pointer) % (vector * dtype_size(dtype)) == 0 &&
-         stride % vector == 0;
-}
-
 inline bool aligned_heads(const Heads& heads, DType dtype, int vector) {
-  return aligned_vectors(heads.data, heads.batch_stride, dtype, vector) &&
-         aligned_vectors(heads.data, heads.token_stride, dtype, vector) &&
-         aligned_vectors(heads.data, heads.head_stride, dtype, vector);
+  const int64_t bytes = vector * dtype_size(dtype);
+  return aligned_rows(heads.data, heads.batch_stride, dtype, bytes) &&
+         aligned_rows(heads.data, heads.token_stride, dtype, bytes) &&
+         aligned_rows(heads.data, heads.head_stride, dtype, bytes);
 }
 
 // Tables are read in vectors of so many elements, whatever those of the heads are.
 inline bool aligned_table(const RotaryTable& table, int vector) {
-  return aligned_vectors(table.cos, table.cos_stride, table.dtype, vector) &&
-         aligned_vectors(table.cos, table.cos_batch_stride, table.dtype, vector) &&
-         aligned_vectors(table.sin, table.sin_stride, table.dtype, vector) &&
-         aligned_vectors(table.sin, table.sin_batch_stride, table.dtype, vector);
+  const int64_t bytes = vector * dtype_size(table.dtype);
+  return aligned_rows(table.cos, table.cos_stride, table.dtype, bytes) &&
+         aligned_rows(table.cos, table.cos_batch_stride, table.dtype, bytes) &&
+         aligned_rows(table.sin, table.sin_stride, table.dtype, bytes) &&
+         aligned_rows(table.sin, table.sin_batch_stride, table.dtype, bytes);
 }
 
 template <Pairs kPairs>
