@@ -15,3 +15,14 @@ def check_devices(op: str, name: str, x: torch.Tensor, /, **others) -> None:
                 f"fuselage::{op}: `{other_name}` must be on the device of `{name}` ({x.device}), "
                 f"got {other.device}"
             )
+
+
+def new_like(x: torch.Tensor, *pairs: tuple[bool, torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    """Of pairs (needed, tensor or None): a new tensor like it, or an empty one of `x`'s dtype.
+
+    That is what the backward ops return, whose schemas have no optional results.
+    """
+    return tuple(
+        t.new_empty(t.shape) if needed and t is not None else x.new_empty((0,))
+        for needed, t in pairs
+    )

@@ -8,7 +8,7 @@ from typing import Optional
 import torch
 
 from ._autograd import below_autograd, needs_grad, no_double_backward
-from ._fake import check_devices
+from ._fake import check_devices, new_like
 from ._ops import add_op_namespace_prefix, ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
@@ -363,14 +363,6 @@ def _statistics_like(x, layer):
     return x.new_empty((rows, 2) if layer else (rows,), dtype=torch.float32)
 
 
-def _grads_like(x, *pairs):
-    """Of pairs (needed, tensor or None): a tensor like it, or an empty one."""
-    return tuple(
-        t.new_empty(t.shape) if needed and t is not None else x.new_empty((0,))
-        for needed, t in pairs
-    )
-
-
 def _ada_name(layer):
     return "ada_layer_norm" if layer else "ada_rms_norm"
 
@@ -392,7 +384,7 @@ def _(grad_out, x, weight, bias, statistics, needs_grad_x, needs_grad_weight, ne
     others = {"grad_out": grad_out, "statistics": statistics}
     check_devices("layer_norm_bwd", "x", x, **others, weight=weight, bias=bias)
     pairs = ((needs_grad_x, x), (needs_grad_weight, weight), (needs_grad_bias, bias))
-    return _grads_like(x, *pairs)
+    return new_like(x, *pairs)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("ada_norm"))
@@ -414,7 +406,7 @@ def _(grad_out, x, scale, shift, weight, bias, statistics, layer, *needs):
     given = {"scale": scale, "shift": shift, "weight": weight, "bias": bias}
     others = {"grad_out": grad_out, "statistics": statistics}
     check_devices("ada_norm_bwd", "x", x, **others, **given)
-    return _grads_like(x, *zip(needs, (x, *given.values())))
+    return new_like(x, *zip(needs, (x, *given.values())))
 
 
 @torch.library.register_fake(add_op_namespace_prefix("gate_residual_ada_norm"))
@@ -451,4 +443,4 @@ def _(
     others["statistics"] = statistics
     s = new_residual
     check_devices("gate_residual_ada_norm_bwd", "new_residual", s, **others, **given)
-    return _grads_like(s, *zip(needs, (s, s, *given.values())))
+    return new_like(s, *zip(needs, (s, s, *given.values())))

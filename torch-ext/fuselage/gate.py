@@ -11,7 +11,7 @@ from typing import Optional
 import torch
 
 from ._autograd import below_autograd, mark_written, needs_grad, no_double_backward
-from ._fake import check_devices
+from ._fake import check_devices, new_like
 from ._ops import add_op_namespace_prefix, ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
@@ -617,10 +617,6 @@ for _op, _backward, _setup in (
 # Shapes and dtypes of the results, for tracing.
 
 
-def _like(x, needed=True):
-    return x.new_empty(x.shape if needed else (0,))
-
-
 def _half_of(op, x):
     if x.shape[-1] % 2 != 0:
         raise RuntimeError(
@@ -631,12 +627,12 @@ def _half_of(op, x):
 
 
 def _fake_activation(x, activation):
-    return _like(x)
+    return x.new_empty(x.shape)
 
 
 def _fake_activation_bwd(grad_out, x, activation):
     check_devices(_NAMES[activation], "x", x, grad_out=grad_out)
-    return _like(x)
+    return x.new_empty(x.shape)
 
 
 def _fake_act_and_mul(x, activation, gate_first):
@@ -645,7 +641,7 @@ def _fake_act_and_mul(x, activation, gate_first):
 
 def _fake_act_and_mul_bwd(grad_out, x, activation, gate_first):
     check_devices(_act_and_mul_name(activation, gate_first), "x", x, grad_out=grad_out)
-    return _like(x)
+    return x.new_empty(x.shape)
 
 
 def _fake_swiglu_clamped(x, alpha, limit, interleaved):
@@ -654,22 +650,22 @@ def _fake_swiglu_clamped(x, alpha, limit, interleaved):
 
 def _fake_swiglu_clamped_bwd(grad_out, x, alpha, limit, interleaved):
     check_devices("swiglu_clamped", "x", x, grad_out=grad_out)
-    return _like(x)
+    return x.new_empty(x.shape)
 
 
 def _fake_glu(gate, up, activation):
     check_devices(_glu_name(activation), "gate", gate, up=up)
-    return _like(gate)
+    return gate.new_empty(gate.shape)
 
 
 def _fake_glu_bwd(grad_out, gate, up, activation, needs_grad_gate, needs_grad_up):
     check_devices(_glu_name(activation), "gate", gate, up=up, grad_out=grad_out)
-    return _like(gate, needs_grad_gate), _like(up, needs_grad_up)
+    return new_like(gate, (needs_grad_gate, gate), (needs_grad_up, up))
 
 
 def _fake_bias_act(x, bias, activation):
     check_devices("bias_act", "x", x, bias=bias)
-    return _like(x)
+    return x.new_empty(x.shape)
 
 
 def _fake_bias_act_inplace(x, bias, activation):
@@ -678,7 +674,7 @@ def _fake_bias_act_inplace(x, bias, activation):
 
 def _fake_add_mul_act(x, bias, y, alpha, activation):
     check_devices("add_mul_act", "x", x, bias=bias, y=y)
-    return _like(x)
+    return x.new_empty(x.shape)
 
 
 def _fake_add_mul_act_inplace(x, bias, y, alpha, activation):
@@ -689,12 +685,8 @@ def _fake_add_mul_act_bwd(
     grad_out, x, bias, y, alpha, activation, needs_grad_x, needs_grad_bias, needs_grad_y
 ):
     check_devices("add_mul_act_bwd", "grad_out", grad_out, x=x, bias=bias, y=y)
-    needs_grad_bias = needs_grad_bias and bias is not None
-    return (
-        _like(grad_out, needs_grad_x),
-        _like(bias) if needs_grad_bias else _like(grad_out, False),
-        _like(grad_out, needs_grad_y),
-    )
+    needs = (needs_grad_x, needs_grad_bias, needs_grad_y)
+    return new_like(grad_out, *zip(needs, (grad_out, bias, grad_out)))
 
 
 for _op, _fake in (

@@ -8,7 +8,7 @@ from typing import Optional
 import torch
 
 from ._autograd import below_autograd, mark_written, needs_grad, no_double_backward
-from ._fake import check_devices
+from ._fake import check_devices, new_like
 from ._ops import add_op_namespace_prefix, ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
@@ -288,10 +288,7 @@ def _(x, weight, eps, weight_offset, cast_before_weight, out_dtype):
 def _(grad_out, grad_new_residual, x, weight, rstd, weight_offset, needs_grad_x, needs_grad_weight):
     others = {"grad_out": grad_out, "grad_new_residual": grad_new_residual}
     check_devices("rms_norm_bwd", "x", x, **others, weight=weight, rstd=rstd)
-    grad_x = x.new_empty(x.shape if needs_grad_x else (0,))
-    if needs_grad_weight and weight is not None:
-        return grad_x, weight.new_empty(weight.shape)
-    return grad_x, x.new_empty((0,))
+    return new_like(x, (needs_grad_x, x), (needs_grad_weight, weight))
 
 
 @torch.library.register_fake(add_op_namespace_prefix("fused_add_rms_norm"))

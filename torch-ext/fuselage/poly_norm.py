@@ -8,7 +8,7 @@ from typing import Optional
 import torch
 
 from ._autograd import below_autograd, needs_grad, no_double_backward
-from ._fake import check_devices
+from ._fake import check_devices, new_like
 from ._ops import add_op_namespace_prefix, ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
@@ -290,14 +290,6 @@ def _rstd_like(x):
     return x.new_empty((math.prod(x.shape[:-1]), 3), dtype=torch.float32)
 
 
-def _grads_like(x, mul, weight, bias, needs):
-    """What the backward ops return, given what is needed of (x, mul, weight, bias)."""
-    return tuple(
-        like.new_empty(like.shape) if need and like is not None else x.new_empty((0,))
-        for like, need in zip((x, mul, weight, bias), needs)
-    )
-
-
 @torch.library.register_fake(add_op_namespace_prefix("poly_norm"))
 def _(x, weight, bias, eps):
     check_devices("poly_norm", "x", x, weight=weight, bias=bias)
@@ -341,7 +333,7 @@ def _(
         "poly_norm_bwd", "x", x, grad_out=grad_out, mul=mul, weight=weight, bias=bias, rstd=rstd
     )
     needs = (needs_grad_x, needs_grad_mul, needs_grad_weight, needs_grad_bias)
-    return _grads_like(x, mul, weight, bias, needs)
+    return new_like(x, *zip(needs, (x, mul, weight, bias)))
 
 
 @torch.library.register_fake(add_op_namespace_prefix("grouped_poly_norm"))
@@ -375,4 +367,4 @@ def _(
     others = {"mul": mul, "weight": weight, "bias": bias, "offs": offs, "rstd": rstd}
     check_devices("grouped_poly_norm_bwd", "x", x, grad_out=grad_out, **others)
     needs = (needs_grad_x, needs_grad_mul, needs_grad_weight, needs_grad_bias)
-    return _grads_like(x, mul, weight, bias, needs)
+    return new_like(x, *zip(needs, (x, mul, weight, bias)))

@@ -8,7 +8,7 @@ from typing import Optional, Union
 import torch
 
 from ._autograd import below_autograd, mark_written, needs_grad, no_double_backward
-from ._fake import check_devices
+from ._fake import check_devices, new_like
 from ._ops import add_op_namespace_prefix, ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
@@ -501,12 +501,8 @@ def _(grad_q_out, grad_k_out, q, k, q_weight, k_weight, cos, sin, position_ids, 
     _check_rotary("qk_norm_rotary_bwd", q, k, cos, sin, position_ids, offsets, **others, **weights)
     *_, needs_q, needs_k, needs_q_weight, needs_k_weight = options
 
-    def weight_like(weight, needed):
-        return weight.new_empty(weight.shape) if needed else q.new_empty((0,))
-
     return (
         _heads_like(q if needs_q else None, q),
         _heads_like(k if needs_k else None, q),
-        weight_like(q_weight, needs_q_weight and q_weight is not None),
-        weight_like(k_weight, needs_k_weight and k_weight is not None and k is not None),
+        *new_like(q, (needs_q_weight, q_weight), (needs_k_weight and k is not None, k_weight)),
     )
