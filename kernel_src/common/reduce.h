@@ -64,16 +64,15 @@ struct RowSumScratch {
   uint64_t mailbox;
 };
 
-// What a cluster needs before its first row_sum: all threads call the start early in the kernel, and the end
-// right before that row_sum.
-template <int kCount, int kScratches>
-__device__ __forceinline__ void row_sum_start(int cluster,
-                                              RowSumScratch<kCount> (&scratches)[kScratches]) {
+// What a cluster needs before its first row_sum: all threads call the start early in the kernel, with every array
+// of scratches, and the end right before that row_sum.
+template <typename... Scratches>
+__device__ __forceinline__ void row_sum_start(int cluster, Scratches&... scratches) {
   if (cluster == 1) return;
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 0; i < kScratches; ++i) mailbox_init(&scratches[i].mailbox);
-  }
+  const auto init_all = [](auto& array) {
+    for (auto& scratch : array) mailbox_init(&scratch.mailbox);
+  };
+  if (threadIdx.x == 0) (init_all(scratches), ...);
   cluster_meet_start();
 }
 __device__ __forceinline__ void row_sum_end(int cluster) {

@@ -313,7 +313,6 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
 
   // Writes bytes [begin, end) of these 8 or 16 to the aligned block at `target`; both are even.
   __device__ __forceinline__ void store_part(char* target, int begin, int end) const {
-    constexpr int kHalf = kBytes / 2;  // of 16 bytes, the words from kWords / 2 on
     if (begin == 0 && end < kBytes) {
       // The start of the block, in pieces of 8, 4 and 2 bytes.
       if (kBytes == 16 && end & 8)
@@ -331,7 +330,7 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
         *reinterpret_cast<uint32_t*>(target + next) =
             kBytes == 8 || next & 8 ? words[kWords - 1] : words[1];
       }
-      if (next <= kHalf && (kBytes == 16 || next == 0)) {
+      if (next <= kBytes - 8) {
         *reinterpret_cast<uint2*>(target + kBytes - 8) =
             make_uint2(words[kWords - 2], words[kWords - 1]);
       }

@@ -285,13 +285,7 @@ __global__ void __launch_bounds__(!kAligned   ? kAdaNormThreads
     }
   };
 
-  if (cluster > 1) {
-    if (threadIdx.x == 0) {
-      mailbox_init(&mean_scratch[0].mailbox);
-      mailbox_init(&scratch[0].mailbox);
-    }
-    cluster_meet_start();
-  }
+  row_sum_start(cluster, mean_scratch, scratch);
 
   // Start to load everything this thread works on.
   constexpr int kResidualRows = kResidual ? kRows : 1;
