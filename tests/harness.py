@@ -47,10 +47,11 @@ DIRECTIONAL_TOLERANCE = 1e-5
 def half_an_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The largest error of rounding the float64 `x` to `dtype`."""
     info = torch.finfo(dtype)
-    exponent = torch.frexp(x)[1] - 1
-    return torch.ldexp(torch.full_like(x, info.eps / 2), exponent).clamp(
-        min=info.tiny * info.eps / 2
-    )
+    # The power of two at or below x is its exponent bits. NOTE: not torch.ldexp, which goes wrong
+    # where it is the first kernel on a device (pytorch/pytorch#189567).
+    power = (x.view(torch.int64) & (0x7FF << 52)).view(torch.float64)
+    power = torch.where(x.isfinite(), power, 0.0)
+    return (power * (info.eps / 2)).clamp(min=info.tiny * info.eps / 2)
 
 
 def assert_close(
