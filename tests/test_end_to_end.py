@@ -34,7 +34,7 @@ def test_it_verifies_times_and_writes(main, tmp_path, capsys):
     options = [*OPTIONS, "--output", str(path)]
     assert main(options + [option for name in names for option in ("--only", name)]) == 0
     stored = json.loads(path.read_text())
-    assert list(stored["cases"]) == names and stored["environment"]["torch"]
+    assert list(stored["cases"]) == names and stored["environment"]["transformers"]
     for case in stored["cases"].values():
         assert case["verified"] and case["replaced"] and case["kernel"]
         assert list(case["columns"]) == ["eager", "eager + fuselage"]
@@ -141,15 +141,15 @@ def test_the_breakdown_counts_no_kernel_twice(main, monkeypatch):
 def test_a_column_that_runs_out_of_memory_ends_no_other(main, monkeypatch, tmp_path, capsys):
     from benchmarks.end_to_end import cli
 
-    measured, calls = cli.measured, []
+    timed, calls = cli.timed_column, []
 
     def first_fails(*args):
         calls.append(args)
         if len(calls) == 1:
             raise torch.OutOfMemoryError("no memory")
-        return measured(*args)
+        return timed(*args)
 
-    monkeypatch.setattr(cli, "measured", first_fails)
+    monkeypatch.setattr(cli, "timed_column", first_fails)
     path = tmp_path / "results.json"
     assert main([*OPTIONS, "--only", "llama-prefill", "--output", str(path)]) == 0
     columns = json.loads(path.read_text())["cases"]["llama-prefill"]["columns"]

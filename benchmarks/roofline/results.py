@@ -38,7 +38,7 @@ def device_name(device: str) -> str:
     return names[0].strip() if names else platform.processor() or platform.machine()
 
 
-def environment(device: str) -> dict:
+def environment(device: str, *more_packages: str) -> dict:
     """The device and the versions of everything that takes part."""
     found = {
         "device": device_name(device),
@@ -53,7 +53,7 @@ def environment(device: str) -> dict:
         found["hip"] = torch.version.hip
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
         found["memory_gib"] = round(torch.cuda.get_device_properties().total_memory / 2**30)
-    for package in ("triton", "kernels", "liger-kernel", "quack-kernels"):
+    for package in ("triton", "kernels", "liger-kernel", "quack-kernels", *more_packages):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
