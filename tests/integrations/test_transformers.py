@@ -167,6 +167,18 @@ def test_compiled_whole(integration, fuselage, device, name):
         assert_close(parameter.grad, theirs.grad, key, tol=1e-4)
 
 
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_inference_is_left_to_the_compiler(integration, fuselage, device, name):
+    plain = build(name, device)
+    model = copy.deepcopy(plain)
+    integration.patch(model)
+    ids = tokens(device=device)
+    compiled, counts = compiled_and_counted(model, fuselage)
+    with torch.no_grad():
+        assert_close(logits(compiled, ids), logits(plain, ids))
+    assert not counts
+
+
 def test_generation_gives_the_same_tokens(integration, device):
     plain = build("Qwen3", device)
     model = copy.deepcopy(plain)

@@ -167,7 +167,7 @@ def _rms_forward(eps: str, name: str, offset: float, rounding: str) -> Callable:
         weight = getattr(self, "weight", None)
         # Autocast runs F.rms_norm in float32 on a GPU, and the modules around it expect that.
         autocast = isinstance(self, torch.nn.RMSNorm) and _probe.autocasts(x)
-        if autocast or not _taken(x, weight):
+        if autocast or not _taken(x, weight) or _probe.left_to_the_compiler():
             if residual is None:
                 return type(self).forward(self, x)
             total = residual + x

@@ -72,6 +72,15 @@ def autocasts(x: torch.Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
+def left_to_the_compiler() -> bool:
+    """Whether `torch.compile` traces inference.
+
+    It then fuses norms, gates and rotary embeddings with what is around them, such as the addition
+    of the layer before or the store to a cache, which operators of ours would not let it.
+    """
+    return torch.compiler.is_compiling() and not torch.is_grad_enabled()
+
+
 def takes_one_tensor(function: Callable) -> bool:
     """Whether it can be called with the module and one tensor, and with nothing else."""
     try:
