@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import statistics
 import time
@@ -43,20 +44,25 @@ def times(
 ) -> list[float]:
     """Milliseconds of single runs, for about `seconds`. Host time, from idle to idle.
 
-    What happens in `before`, before each run, is not in them.
+    What happens in `before`, before each run, is not in them, nor is Python's garbage collection.
     """
     for _ in range(2):
         before()
         run()
     found: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(found) < least or time.perf_counter() < end:
-        before()
-        wait(device)
-        start = time.perf_counter()
-        run()
-        wait(device)
-        found.append((time.perf_counter() - start) * 1e3)
+    gc.collect()
+    gc.disable()
+    try:
+        end = time.perf_counter() + seconds
+        while len(found) < least or time.perf_counter() < end:
+            before()
+            wait(device)
+            start = time.perf_counter()
+            run()
+            wait(device)
+            found.append((time.perf_counter() - start) * 1e3)
+    finally:
+        gc.enable()
     return found
 
 

@@ -1,4 +1,4 @@
-"""The table of one scenario."""
+"""The table of one scenario, and of all that are stored."""
 
 from __future__ import annotations
 
@@ -24,6 +24,31 @@ def over(columns: dict, name: str, times: dict) -> str:
     if name not in columns:
         return "-"
     return f"{columns[name]['milliseconds']['median'] / times['median']:.2f}x"
+
+
+def summary(cases: dict[str, dict]) -> str:
+    """One row for each scenario: what fuselage gains, in Markdown."""
+    lines = [
+        "| model | eager: ms | with fuselage | | `torch.compile`: ms | with fuselage | |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for record in cases.values():
+        cells = [record["title"]]
+        for name in ("eager", "torch.compile"):
+            pair = [record["columns"].get(n) for n in (name, f"{name} + fuselage")]
+            times = [c and c["milliseconds"]["median"] * record["per_sample"] for c in pair]
+            cells += ["-" if time is None else f"{time:.1f}" for time in times]
+            cells.append("-" if None in times else f"{times[0] / times[1]:.2f}x")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def details(cases: dict[str, dict]) -> str:
+    """The tables of all scenarios, with their notes."""
+    return "\n\n".join(
+        f"{record['title']} ({'; '.join(record['notes'])}):\n\n{table(record)}"
+        for record in cases.values()
+    )
 
 
 def table(record: dict) -> str:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from ..end_to_end import report as models
 from . import bar, results
 from .contenders import REPO
 
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 # PyTorch's own function where there is one (F.rms_norm), and otherwise its formula, not compiled.
 PYTORCH = ("torch", "eager")
@@ -48,13 +49,29 @@ def _table(stored: dict, cases: list[dict]) -> str:
     return _gpu_table(cases) if "cuda" in stored["environment"] else _cpu_table(cases)
 
 
+def model_summary() -> str:
+    """Markdown for every device: what whole models gain."""
+    return _of_models(models.summary)
+
+
+def model_details() -> str:
+    """Markdown for every device: all columns of the whole models."""
+    return _of_models(models.details)
+
+
+def _of_models(write: Callable[[dict], str]) -> str:
+    parts = []
+    for stored in map(results.load, results.stored_models()):
+        cases = stored["cases"]
+        parts += [_title(stored, list(cases.values())), write(cases)]
+    return "\n\n".join(parts)
+
+
 def _title(stored: dict, records: list[dict]) -> str:
     environment = stored["environment"]
-    software = [f"Torch {environment['torch']}"]
-    if environment.get("triton"):
-        software.append(f"Triton {environment['triton']}")
-    if environment.get("liger-kernel"):
-        software.append(f"Liger {environment['liger-kernel']}")
+    packages = {"Torch": "torch", "Triton": "triton", "Liger": "liger-kernel"}
+    packages |= {"transformers": "transformers", "diffusers": "diffusers"}
+    software = [f"{k} {environment[v]}" for k, v in packages.items() if environment.get(v)]
     commits = sorted({_commit(record) for record in records})
     dates = sorted({record["date"] for record in records})
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
@@ -146,16 +163,24 @@ def _markdown(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule[: len(head)], *rows])
 
 
-PAGES = {REPO / "README.md": summary, results.FOLDER / "README.md": details}
+# The tables of each page, by the name in their markers.
+PAGES = {
+    REPO / "README.md": {"results": summary, "models": model_summary},
+    results.FOLDER / "README.md": {"results": details, "models": model_details},
+}
 
 
-def updated(path: Path, generated: str) -> str:
-    """The page with `generated` between the markers."""
-    before, begin, rest = path.read_text("utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"error: {path} lacks {BEGIN} and {END}")
-    return f"{before}{begin}\n{generated}\n{end}{after}"
+def updated(path: Path, tables: dict[str, Callable[[], str]]) -> str:
+    """The page with the tables between their markers."""
+    page = path.read_text("utf-8")
+    for name, generate in tables.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        before, found, rest = page.partition(begin)
+        _, found_end, after = rest.partition(end)
+        if not found or not found_end:
+            raise SystemExit(f"error: {path} lacks {begin} and {end}")
+        page = f"{before}{begin}\n{generate()}\n{end}{after}"
+    return page
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -166,11 +191,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--print", action="store_true")
     options = parser.parse_args(arguments)
     if options.print:
-        print(*(generate() for generate in PAGES.values()), sep="\n\n")
+        print(*(table() for tables in PAGES.values() for table in tables.values()), sep="\n\n")
         return 0
     stale = False
-    for path, generate in PAGES.items():
-        old, new = path.read_text("utf-8"), updated(path, generate())
+    for path, tables in PAGES.items():
+        old, new = path.read_text("utf-8"), updated(path, tables)
         if not options.check:
             path.write_text(new, "utf-8")
         elif new != old:

@@ -124,6 +124,11 @@ def save(path: Path, results: dict) -> None:
 
 
 def stored_files(folder: Path = FOLDER) -> list[Path]:
-    """All results, GPUs first."""
+    """All results of operators, GPUs first."""
     found = [path for path in folder.glob("*.json") if not path.name.startswith("end_to_end_")]
     return sorted(found, key=lambda path: (path.name.startswith("cpu-"), path.name))
+
+
+def stored_models(folder: Path = FOLDER) -> list[Path]:
+    """All results of whole models, which benchmarks.end_to_end writes."""
+    return sorted(folder.glob("end_to_end_*.json"))
