@@ -139,22 +139,22 @@ def test_the_breakdown_counts_no_kernel_twice(main, monkeypatch):
 
 
 def test_a_column_that_runs_out_of_memory_ends_no_other(main, monkeypatch, tmp_path, capsys):
-    from benchmarks.end_to_end import cli
+    from benchmarks.end_to_end import measure
 
-    timed, calls = cli.timed_column, []
+    times, calls = measure.times, []
 
-    def first_fails(*args):
+    def second_fails(*args, **keywords):
         calls.append(args)
-        if len(calls) == 1:
+        if len(calls) == 2:
             raise torch.OutOfMemoryError("no memory")
-        return timed(*args)
+        return times(*args, **keywords)
 
-    monkeypatch.setattr(cli, "timed_column", first_fails)
+    monkeypatch.setattr(measure, "times", second_fails)
     path = tmp_path / "results.json"
     assert main([*OPTIONS, "--only", "llama-prefill", "--output", str(path)]) == 0
     columns = json.loads(path.read_text())["cases"]["llama-prefill"]["columns"]
-    assert list(columns) == ["eager + fuselage"]
-    assert "out of memory" in capsys.readouterr().out
+    assert list(columns) == ["eager"] and len(calls) == 3
+    assert "eager + fuselage is left out" in capsys.readouterr().out
 
 
 def test_a_cpu_times_nothing_of_full_size(main):

@@ -6,6 +6,8 @@ import argparse
 import gc
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -104,34 +106,28 @@ def run(
     device: str,
     exact: float | None,
 ) -> dict:
-    """All columns of one scenario; `exact` is what `exact_error` has found.
-
-    The profiler makes every later launch of the process slower. So both eager columns are timed
-    before it runs for the first time, and both compiled ones after that. What is bound by launches,
-    as decoding is, should be the only scenario of a process.
-    """
+    """All columns of one scenario; `exact` is what `exact_error` has found."""
     model = scenario.model
     expected = scenario.outputs()
-    timed = {COLUMNS[0]: timed_or_none(scenario, model, options, device)}
     report = integration.patch(model)
     error = max(map(relative_error, scenario.outputs(), expected))
+    integration.unpatch(model)
     limit = EXACT_LIMIT if options.quick else HALF_LIMIT
     verified = error <= limit and bool(report.replaced)
     print(f"  outputs differ by {error:.1e} (RMS, relative); the limit is {limit}")
     if exact is not None:
         verified &= exact <= EXACT_LIMIT
         print(f"  {EXACT_LAYERS} layers in fp32: by {exact:.1e}; the limit is {EXACT_LIMIT}")
-    if not verified:
-        print("  FAILED: not timed")
+    columns = {}
+    if verified:
+        for compiled in (False,) if options.no_compile else (False, True):
+            columns |= timed_pair(scenario, integration, compiled, options.seconds, device)
+        for name, column in columns.items():  # last: a profiler may slow down what runs after it
+            with state(scenario, integration, name) as call:
+                scenario.before()
+                column["breakdown"] = measure.breakdown(partial(scenario.step, call), device)
     else:
-        timed[COLUMNS[1]] = timed_or_none(scenario, model, options, device)
-        explain(timed[COLUMNS[1]], scenario, model, device)
-        if not options.no_compile:
-            timed[COLUMNS[3]] = compiled_column(scenario, options, device)
-    integration.unpatch(model)
-    explain(timed[COLUMNS[0]], scenario, model, device)
-    if verified and not options.no_compile:
-        timed[COLUMNS[2]] = compiled_column(scenario, options, device)
+        print("  FAILED: not timed")
     return {
         "title": scenario.title,
         "notes": scenario.notes,
@@ -141,49 +137,58 @@ def run(
         "per_sample": scenario.per_sample,
         "replaced": len(report.replaced),
         "left_alone": len(report.left_alone),
-        "columns": {name: timed[name] for name in COLUMNS if timed.get(name)},
+        "columns": columns,
     }
 
 
-def compiled_column(scenario: Scenario, options, device: str) -> dict | None:
-    """The model as it is, patched or not, compiled."""
-    call, undo = scenario.compiled()
-    column = timed_or_none(scenario, call, options, device)
-    explain(column, scenario, call, device)
-    undo()
-    return column
-
-
-def timed_or_none(scenario: Scenario, call, options, device: str) -> dict | None:
-    """None where the memory does not suffice: the other columns go on."""
+@contextmanager
+def state(scenario: Scenario, integration, name: str) -> Iterator[Callable]:
+    """What to call for the column of that name."""
+    patched = name.endswith("fuselage")
+    if patched:
+        integration.patch(scenario.model)
+    compiled = name.startswith("torch.compile")
+    call, undo = scenario.compiled() if compiled else (scenario.model, measure.nothing)
     try:
-        return timed_column(scenario, call, options, device)
-    except torch.OutOfMemoryError:
-        print("  out of memory: a column is left out", flush=True)
-    scenario.model.zero_grad()
-    free(device)
-    return None
+        yield call
+    finally:
+        undo()
+        if patched:
+            integration.unpatch(scenario.model)
 
 
-def timed_column(scenario: Scenario, call, options: argparse.Namespace, device: str) -> dict:
-    """Milliseconds of a step, and GiB."""
-    step = partial(scenario.step, call)
-    first = time.perf_counter()
-    found = measure.times(step, device, options.seconds, before=scenario.before)
-    scenario.before()
+def timed_pair(
+    scenario: Scenario, integration, compiled: bool, seconds: float, device: str
+) -> dict[str, dict]:
+    """The plain column and that with fuselage: milliseconds of a step, and GiB.
+
+    The plain one is timed before and after the other: what drifts meanwhile is in both. A column
+    that runs out of memory is left out.
+    """
+    plain, patched = COLUMNS[2 * compiled : 2 * compiled + 2]
+    found: dict[str, list[float]] = {plain: [], patched: []}
+    peaks: dict[str, float | None] = {}
+    for name, part in ((plain, seconds / 2), (patched, seconds), (plain, seconds / 2)):
+        try:
+            with state(scenario, integration, name) as call:
+                step = partial(scenario.step, call)
+                found[name] += measure.times(step, device, part, before=scenario.before)
+                scenario.before()
+                peaks[name] = measure.peak_memory(step, device)
+        except torch.OutOfMemoryError:
+            print(f"  out of memory: {name} is left out", flush=True)
+            found[name].clear()
+            scenario.model.zero_grad()
+            free(device)
     return {
-        "milliseconds": measure.summary(found),
-        "runs": len(found),
-        "seconds_in_all": time.perf_counter() - first,
-        "peak_gib": measure.peak_memory(step, device),
+        name: {
+            "milliseconds": measure.summary(times),
+            "runs": len(times),
+            "peak_gib": peaks[name],
+        }
+        for name, times in found.items()
+        if times
     }
-
-
-def explain(column: dict | None, scenario: Scenario, call, device: str) -> None:
-    """Adds milliseconds by kind of kernel, from the profiler."""
-    if column is not None:
-        scenario.before()
-        column["breakdown"] = measure.breakdown(partial(scenario.step, call), device)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
