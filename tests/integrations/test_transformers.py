@@ -45,8 +45,8 @@ MODELS = {
     "Gemma3": {GEMMA: 13, "geglu (gelu_tanh)": 2, "apply_rotary": 2, **LAYERS},
     "GptOss": {ONCE: 5, "swiglu_clamped": 2, "apply_rotary": 2},
 }
-# Whose plain model torch.compile takes whole, and one for each kind of norm and of MLP.
-COMPILED = ("Llama", "Phi3", "Gemma3")
+# The plain model cannot be trained compiled: gradients of experts have sizes that depend on data.
+NOT_TRAINED_COMPILED = {"GptOss"}
 
 each_model = pytest.mark.parametrize("name", MODELS)
 
@@ -150,7 +150,7 @@ def test_training_follows_the_plain_curve(integration, device, name):
         assert abs(ours - theirs) <= 2e-3 * theirs, curves
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_TRAINED_COMPILED])
 def test_compiled_whole(integration, fuselage, device, name):
     plain = build(name, device)
     model = copy.deepcopy(plain)
@@ -167,7 +167,7 @@ def test_compiled_whole(integration, fuselage, device, name):
         assert_close(parameter.grad, theirs.grad, key, tol=1e-4)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@each_model
 def test_compiled_inference_is_left_to_the_compiler(integration, fuselage, device, name):
     plain = build(name, device)
     model = copy.deepcopy(plain)

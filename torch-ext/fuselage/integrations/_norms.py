@@ -196,7 +196,8 @@ def _rms_forward(eps: str, name: str, offset: float, rounding: str) -> Callable:
 def _layer_forward(eps: str, name: str) -> Callable:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
-        if not _taken(x, weight) or _probe.autocasts(x):  # as F.rms_norm
+        autocast = _probe.autocasts(x)  # as F.rms_norm
+        if autocast or not _taken(x, weight) or _probe.left_to_the_compiler():
             return type(self).forward(self, x)
         return layer_norm(x, weight, bias, getattr(self, eps))
 
