@@ -109,7 +109,7 @@ def _gpu_table(cases: list[dict]) -> str:
 
 
 def _cpu_table(cases: list[dict]) -> str:
-    baselines = {"eager": ("eager",), "`F.rms_norm`": ("torch",)}
+    baselines = {"eager": ("eager",), "PyTorch's own": ("torch",)}
     head = ["operator", "shape", "threads", "µs", *(f"over {n}" for n in baselines)]
     rows = [
         [
