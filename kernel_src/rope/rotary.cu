@@ -85,10 +85,10 @@ namespace gpu {
 
 const char* rotary(const Rotary& p, int device, void* stream) {
   // Halves of an even size that is no multiple of four, as those of a head of 100, have vectors of two.
-  const bool pairs_of_two =
-      !p.shape.interleaved && !is_aligned(p, kRotaryVector) && is_aligned(p, kRotaryVector / 2);
+  const bool whole = is_aligned(p, kRotaryVector);
+  const bool pairs_of_two = !whole && !p.shape.interleaved && is_aligned(p, kRotaryVector / 2);
   const int vector = pairs_of_two ? kRotaryVector / 2 : kRotaryVector;
-  const bool aligned = is_aligned(p, vector);
+  const bool aligned = whole || pairs_of_two;
   const bool with_rest = !p.in_place && p.shape.dim > p.shape.rotary_dim;
   const RotaryPolicy policy = rotary_policy(device_info(device), p.shape, p.q.heads + p.k.heads,
                                             vector, with_rest, aligned);

@@ -190,7 +190,7 @@ inline QkNormBackwardPolicy qk_norm_backward_policy(const DeviceInfo& device,
   const auto unit_of = [&](int64_t side_heads) {
     const int64_t turns = ceil_div(side_heads, policy.heads_per_turn);
     int64_t best = 1, least = 0;
-    for (int64_t unit = 1; unit <= turns; ++unit) {
+    for (int64_t unit = 1; unit <= turns && (least == 0 || 2 * unit + 1 < least); ++unit) {
       const int64_t cost = ceil_div(tokens * ceil_div(turns, unit), rows) * (2 * unit + 1);
       if (least == 0 || cost < least) {
         best = unit;
