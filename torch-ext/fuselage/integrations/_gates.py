@@ -92,18 +92,13 @@ def _is_one_kernel(module: torch.nn.Module) -> bool:
     return count.calls <= 1
 
 
-def _taken(x: torch.Tensor) -> bool:
-    """Whether an operator takes `x`; the module's own forward runs on others."""
-    return x.dtype in _probe.DTYPES and not _probe.left_to_the_compiler()
-
-
 @cache
 def _activation_forward(name: str) -> Callable:
     activation = _ACTIVATIONS[name]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         # Autocast runs the powers in some of them in float32 on a GPU.
-        if not _taken(input) or _probe.autocasts(input):
+        if not _probe.taken(input) or _probe.autocasts(input):
             return type(self).forward(self, input)
         return activation(input)
 
@@ -192,8 +187,10 @@ def _apart_forward(activation: str) -> Callable:
     gated = _TWO_INPUTS[activation]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if _probe.left_to_the_compiler():
+            return type(self).forward(self, x)
         gate = self.gate_proj(x)
-        if not _taken(gate):
+        if gate.dtype not in _probe.DTYPES:
             return type(self).forward(self, x)
         return self.down_proj(gated(gate, self.up_proj(x)))
 
@@ -206,8 +203,10 @@ def _packed_forward(activation: str) -> Callable:
     gated = _GATE_FIRST[activation]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if _probe.left_to_the_compiler():
+            return type(self).forward(self, hidden_states)
         packed = self.gate_up_proj(hidden_states)
-        if not _taken(packed):
+        if packed.dtype not in _probe.DTYPES:
             return type(self).forward(self, hidden_states)
         return self.down_proj(gated(packed))
 
@@ -230,7 +229,7 @@ def recognise_experts_gate(module: torch.nn.Module) -> Found:
 
 
 def _clamped_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-    if not _taken(gate_up):
+    if not _probe.taken(gate_up):
         return type(self)._apply_gate(self, gate_up)
     return swiglu_clamped(gate_up, self.alpha, self.limit)
 
@@ -245,7 +244,7 @@ def _experts_gate(activation: Optional[str]) -> Optional[Callable]:
         return None
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        if not _taken(gate_up):
+        if not _probe.taken(gate_up):
             return type(self)._apply_gate(self, gate_up)
         return gated(gate_up)
 
@@ -281,8 +280,10 @@ def recognise_projected_gate(module: torch.nn.Module) -> Found:
 @cache
 def _projected_forward(what: str, function: Callable) -> Callable:
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if _probe.left_to_the_compiler():
+            return type(self).forward(self, hidden_states)
         projected = self.proj(hidden_states)
-        if not _taken(projected):
+        if projected.dtype not in _probe.DTYPES:
             return type(self).forward(self, hidden_states)
         return function(projected)
 

@@ -150,10 +150,9 @@ def _named(function: Callable, name: str) -> Callable:
 
 
 def _taken(x: torch.Tensor, weight: Optional[torch.Tensor]) -> bool:
-    """Whether the operators take these dtypes; the module's own forward runs on others."""
-    if x.dtype not in _probe.DTYPES:
-        return False
-    return weight is None or weight.dtype == x.dtype or weight.dtype == torch.float32
+    """Whether the operators take these; the module's own forward runs on others."""
+    fits = weight is None or weight.dtype == x.dtype or weight.dtype == torch.float32
+    return fits and _probe.taken(x)
 
 
 @cache
@@ -167,7 +166,7 @@ def _rms_forward(eps: str, name: str, offset: float, rounding: str) -> Callable:
         weight = getattr(self, "weight", None)
         # Autocast runs F.rms_norm in float32 on a GPU, and the modules around it expect that.
         autocast = isinstance(self, torch.nn.RMSNorm) and _probe.autocasts(x)
-        if autocast or not _taken(x, weight) or _probe.left_to_the_compiler():
+        if autocast or not _taken(x, weight):
             if residual is None:
                 return type(self).forward(self, x)
             total = residual + x
@@ -196,8 +195,7 @@ def _rms_forward(eps: str, name: str, offset: float, rounding: str) -> Callable:
 def _layer_forward(eps: str, name: str) -> Callable:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
-        autocast = _probe.autocasts(x)  # as F.rms_norm
-        if autocast or not _taken(x, weight) or _probe.left_to_the_compiler():
+        if not _taken(x, weight) or _probe.autocasts(x):  # as F.rms_norm
             return type(self).forward(self, x)
         return layer_norm(x, weight, bias, getattr(self, eps))
 

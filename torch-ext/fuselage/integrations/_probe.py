@@ -81,6 +81,11 @@ def left_to_the_compiler() -> bool:
     return torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
 
+def taken(x: torch.Tensor) -> bool:
+    """Whether an operator of ours takes `x` here; the module's own forward runs on others."""
+    return x.dtype in DTYPES and not left_to_the_compiler()
+
+
 def takes_one_tensor(function: Callable) -> bool:
     """Whether it can be called with the module and one tensor, and with nothing else."""
     try:

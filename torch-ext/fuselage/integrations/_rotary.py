@@ -121,8 +121,6 @@ def _known_case(narrow, q=None, k=None, cos=None, sin=None, unsqueeze_dim=1, **o
     """
     if others or k is None or not isinstance(unsqueeze_dim, int) or unsqueeze_dim not in (1, 2):
         return False
-    if _probe.left_to_the_compiler():
-        return False
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.requires_grad or sin.requires_grad:
         return False
     batch, tokens = q.shape[0], q.shape[3 - unsqueeze_dim]
@@ -134,7 +132,7 @@ def _known_case(narrow, q=None, k=None, cos=None, sin=None, unsqueeze_dim=1, **o
         return False
     # The function gives its result in the wider dtype, that of its tables.
     same = q.dtype == k.dtype and cos.dtype == sin.dtype and q.device == cos.device
-    return same and q.dtype in _probe.DTYPES and cos.dtype == q.dtype
+    return same and _probe.taken(q) and cos.dtype == q.dtype
 
 
 # diffusers: `apply_rotary_emb(x, (cos, sin), ...)`, called by an attention processor
@@ -227,9 +225,7 @@ def _tables_fit(x: torch.Tensor, tokens_dim: int, cos: torch.Tensor, sin: torch.
     """Whether they are `[tokens, n]` for an `x` of four dimensions,
     and `[batch or 1, tokens, n]` for one of three.
     """
-    if x.dtype not in _probe.DTYPES or cos.dtype not in (x.dtype, torch.float32):
-        return False
-    if _probe.left_to_the_compiler():
+    if not _probe.taken(x) or cos.dtype not in (x.dtype, torch.float32):
         return False
     if cos.dim() != (2 if x.dim() == 4 else 3) or cos.requires_grad or sin.requires_grad:
         return False
