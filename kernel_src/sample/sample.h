@@ -1,0 +1,132 @@
+// Draws from the distribution of a row of logits, by the Gumbel-max method, and from that of the logits of a
+// language-model head without their ever being in memory.
+//
+//   logit = softcap(hidden @ weight.T * weight_scale + bias)       softcap(v) = cap * tanh(v / cap)
+//   score = fma(logit, 1 / temperature, g)       token = the index of the greatest score, of equals the lowest
+//
+// The noise g of a logit depends on nothing but the row's seed, offset and stream, the number of the sample, and
+// the index of the logit counted over all shards: see sample/gumbel.h. Philox has
+//   key     = low and high word of the seed
+//   counter = (index / 4, 256 * stream + sample, low and high word of the offset)
+// and the noise is made of its output number index % 4. `stream` is the number of the row where all rows share a
+// seed, and 0 where each has its own. Rows with a temperature of 0 have no noise, and score = logit.
+//
+// Logits of -inf and NaN are never drawn. A row without any other gives -1.
+//
+// Filters leave out logits below a bound of the row, and never one of two equal ones:
+//   top_k    the top_k greatest
+//   top_p    of what is left, the fewest greatest whose probabilities sum up to top_p of it
+//   min_p    of what is left, those as probable as min_p times the most probable
+// Probabilities are those at the row's temperature. They are added up as integers (sample/gumbel.h), so that the
+// bound is the same in whatever order that is done.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace fuselage {
+
+constexpr int kMostSamples = 256;
+
+// A number for each row, `stride` apart, or `value` for all where `values` is null.
+struct RowFloats {
+  const float* values;
+  int64_t stride;
+  float value;
+};
+
+struct RowInts {
+  const int64_t* values;
+  int64_t stride;
+  int64_t value;
+};
+
+struct Draws {
+  int64_t batch, vocab;
+  int64_t vocab_offset;  // index of the first logit
+  int num_samples;
+  const int64_t* seeds;  // [batch], or [1]
+  int64_t* offsets;      // [batch], or [1]: read, and then one greater
+  bool seed_per_row, offset_per_row;
+  RowFloats temperature;
+};
+
+struct Filters {
+  bool has_top_k, has_top_p, has_min_p;
+  RowInts top_k;
+  RowFloats top_p, min_p;
+
+  bool any() const { return has_top_k || has_top_p || has_min_p; }
+};
+
+// What a draw leaves. Null is not wanted.
+struct DrawResults {
+  int64_t* tokens;           // [batch, num_samples]
+  float* logprobs;           // [batch, num_samples]: of the tempered distribution
+  float* filtered_logprobs;  // [batch, num_samples]: of what the filters leave of it
+  // For the combination of shards: the score and tempered logit of each token, and the log of the sum of e to
+  // all tempered logits of the row, -inf where the temperature is 0.
+  float* scores;       // [batch, num_samples]
+  float* logits;       // [batch, num_samples]
+  float* log_sum_exp;  // [batch]
+
+  bool needs_sums() const { return logprobs != nullptr || log_sum_exp != nullptr; }
+};
+
+struct GumbelSample {
+  Draws draws;
+  Filters filters;
+  const void* logits;  // [batch, vocab]
+  DType dtype;
+  int64_t stride;
+  const void* bias;  // [batch or 1, vocab], added to the logits; or null
+  DType bias_dtype;
+  int64_t bias_stride;
+  const int32_t* bitmask;  // [batch or 1, ceil(vocab / 32)], bit i % 32 of word i / 32: may i be drawn; or null
+  int64_t bitmask_stride;
+  DrawResults results;
+  void* workspace;
+};
+
+enum class WeightType { as_hidden, float8_e4m3 };
+
+struct LmHead {
+  int64_t batch, vocab, dim;
+  const void* hidden;  // [batch, dim]
+  DType dtype;         // of hidden
+  int64_t hidden_stride;
+  const void* weight;  // [vocab, dim]
+  WeightType weight_type;
+  int64_t weight_stride;
+  const float* weight_scale;  // [vocab], [1], or null
+  bool scale_per_row;
+  const void* bias;  // [vocab], or null
+  DType bias_dtype;
+  float softcap;  // 0: none
+};
+
+struct LmHeadSample {
+  LmHead head;
+  Draws draws;
+  DrawResults results;  // of which tokens and scores
+  void* workspace;
+};
+
+#if defined(CUDA_KERNEL) || defined(ROCM_KERNEL) || defined(__CUDACC__) || defined(__HIPCC__)
+namespace gpu {
+
+// Bytes of workspace, which need not be initialised.
+int64_t gumbel_sample_workspace(const GumbelSample& p, int device);
+const char* gumbel_sample(const GumbelSample& p, int device, void* stream);
+
+// The logits themselves, float32 [batch, vocab] without gaps.
+const char* lm_head_logits(const LmHead& p, float* logits, int device, void* stream);
+
+int64_t lm_head_sample_workspace(const LmHeadSample& p, int device);
+const char* lm_head_sample(const LmHeadSample& p, int device, void* stream);
+
+}  // namespace gpu
+#endif
+
+}  // namespace fuselage
