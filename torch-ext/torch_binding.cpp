@@ -8,6 +8,7 @@
 #include "binding/norm.h"
 #include "binding/poly_norm.h"
 #include "binding/rope.h"
+#include "binding/sample.h"
 #include "registration.h"
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
@@ -144,6 +145,23 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "float eps, float weight_offset, bool interleaved, int heads_dim, int? rotary_dim, bool needs_grad_q, "
       "bool needs_grad_k, bool needs_grad_q_weight, bool needs_grad_k_weight) "
       "-> (Tensor grad_q, Tensor grad_k, Tensor grad_q_weight, Tensor grad_k_weight)");
+
+  ops.def(
+      "gumbel_sample(Tensor logits, Tensor? bias, Tensor? bitmask, Tensor seed, Tensor(a!) offset, Tensor? temperature, "
+      "float temperature_value, Tensor? top_k, int? top_k_value, Tensor? top_p, float? top_p_value, "
+      "Tensor? min_p, float? min_p_value, int num_samples, int vocab_offset, bool return_logprobs) "
+      "-> (Tensor tokens, Tensor logprobs, Tensor filtered_logprobs)");
+  ops.def(
+      "lm_head_sample(Tensor hidden, Tensor weight, Tensor? weight_scale, Tensor? bias, "
+      "float? logit_softcap, Tensor seed, Tensor(a!) offset, Tensor? temperature, "
+      "float temperature_value, Tensor? top_k, int? top_k_value, Tensor? top_p, float? top_p_value, "
+      "Tensor? min_p, float? min_p_value, int num_samples, int vocab_offset, bool return_logprobs) "
+      "-> (Tensor tokens, Tensor logprobs, Tensor filtered_logprobs)");
+  ops.def(
+      "lm_head_sample_shard(Tensor hidden, Tensor weight, Tensor? weight_scale, Tensor? bias, "
+      "float? logit_softcap, Tensor seed, Tensor(a!) offset, Tensor? temperature, float temperature_value, "
+      "int num_samples, int vocab_offset, bool return_log_sum_exp) "
+      "-> (Tensor scores, Tensor tokens, Tensor logits, Tensor log_sum_exp)");
 }
 
 namespace {
@@ -199,6 +217,9 @@ void implement(torch::stable::detail::StableLibrary& ops) {
   ops.impl("qk_norm_rotary", TORCH_BOX(&qk_norm_rotary));
   ops.impl("qk_norm_rotary_fwd", TORCH_BOX(&qk_norm_rotary));
   ops.impl("qk_norm_rotary_bwd", TORCH_BOX(&qk_norm_rotary_bwd));
+  ops.impl("gumbel_sample", TORCH_BOX(&gumbel_sample));
+  ops.impl("lm_head_sample", TORCH_BOX(&lm_head_sample));
+  ops.impl("lm_head_sample_shard", TORCH_BOX(&lm_head_sample_shard));
 }
 
 }  // namespace

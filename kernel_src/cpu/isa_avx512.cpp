@@ -10,4 +10,5 @@
 #include "cpu/poly_norm.cpp"
 #include "cpu/rms_norm.cpp"
 #include "cpu/rotary.cpp"
+#include "cpu/sample.cpp"
 #endif

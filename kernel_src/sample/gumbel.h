@@ -17,7 +17,7 @@
 #include <cstdint>
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
-#define FUSELAGE_SAMPLE __host__ __device__ __forceinline__
+#define FUSELAGE_SAMPLE __device__ __forceinline__
 #define FUSELAGE_SAMPLE_NAMESPACE fuselage
 #else
 #define FUSELAGE_SAMPLE FUSELAGE_INLINE
@@ -181,7 +181,8 @@ constexpr uint32_t kKeyOfMinusInfinity = 0x007fffffu;
 constexpr int kDistanceBins = 2048;
 FUSELAGE_SAMPLE int distance_bin(float distance) {
   const float steps = distance * -64.0f;
-  return steps < static_cast<float>(kDistanceBins - 1) ? static_cast<int>(steps) : kDistanceBins - 1;
+  return steps < static_cast<float>(kDistanceBins - 1) ? static_cast<int>(steps)
+                                                       : kDistanceBins - 1;
 }
 
 // The distance, at most zero, of a logit from the greatest, tempered. NOTE: an infinity is as far from another

@@ -83,7 +83,8 @@ struct GumbelSample {
   const void* bias;  // [batch or 1, vocab], added to the logits; or null
   DType bias_dtype;
   int64_t bias_stride;
-  const int32_t* bitmask;  // [batch or 1, ceil(vocab / 32)], bit i % 32 of word i / 32: may i be drawn; or null
+  const int32_t*
+      bitmask;  // [batch or 1, ceil(vocab / 32)], bit i % 32 of word i / 32: may i be drawn; or null
   int64_t bitmask_stride;
   DrawResults results;
   void* workspace;

@@ -194,6 +194,7 @@ inline Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_
   switch (type) {
     case ScalarType::Half: dtype = aoti_torch_dtype_float16(); break;
     case ScalarType::BFloat16: dtype = aoti_torch_dtype_bfloat16(); break;
+    case ScalarType::Long: dtype = aoti_torch_dtype_int64(); break;
     default: dtype = aoti_torch_dtype_float32();
   }
   AtenTensorHandle handle = nullptr;

@@ -35,6 +35,7 @@ from .rope import (
     qk_norm_rotary,
     wan_rotary_tables,
 )
+from .sampling import combine_shard_samples, gumbel_sample, lm_head_sample, lm_head_sample_shard
 
 __all__ = [
     "ada_layer_norm",
@@ -45,6 +46,7 @@ __all__ = [
     "apply_rotary_",
     "bias_act",
     "bias_act_",
+    "combine_shard_samples",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
     "fused_mul_poly_norm",
@@ -56,8 +58,11 @@ __all__ = [
     "gelu_tanh",
     "gelu_tanh_and_mul",
     "grouped_poly_norm",
+    "gumbel_sample",
     "layer_norm",
     "layers",
+    "lm_head_sample",
+    "lm_head_sample_shard",
     "ltx_video_rotary_tables",
     "modules",
     "mul_and_gelu",

@@ -1,0 +1,668 @@
+// gumbel_sample on the GPU: formulas in sample/sample.h.
+//
+// A row is cut into parts, one for a block. A thread has eight neighbouring logits at a time, two blocks of Philox.
+// Most logits cannot win whatever the logarithms of their noise are: a bound of the noise tells, and only the few
+// others are computed. A second kernel takes the best of the parts.
+//
+// Filters need no sort. A row's logits are counted, and their weights added up, in bins of their distance from the
+// greatest; the bin in which a filter's bound lies has few logits, which are listed, and among which the bound is
+// found eight bits at a time. All sums are of integers, so that their order does not matter.
+
+#include "common/launch_policy.h"
+#include "sample/sample_device.h"
+#include "sample/sample_policy.h"
+
+namespace fuselage {
+namespace {
+
+// ---- logits ----
+
+__device__ __forceinline__ float element_of(const void* data, DType dtype, int64_t i) {
+  switch (dtype) {
+    case DType::float32: return static_cast<const float*>(data)[i];
+    case DType::float16: return to_float(static_cast<const float16*>(data)[i]);
+    default: return to_float(static_cast<const bfloat16*>(data)[i]);
+  }
+}
+
+// kSampleVector logits of a row on their way, as whole vectors of 16 bytes.
+template <typename T>
+struct LogitLoading {
+  static constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
+  static constexpr int kCount = kSampleVector / kWidth;
+  Loading<T, kWidth, false> loading[kCount];
+
+  __device__ __forceinline__ void start(const T* row, int column, int dim) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) loading[i].start(row, column + i * kWidth, dim);
+  }
+  // What may not be drawn, what is behind the end and NaN among it, is -inf.
+  __device__ __forceinline__ void finish(const GumbelSample& p, int64_t row_number, const T* row,
+                                         int column, int dim,
+                                         float (&logits)[kSampleVector]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      float values[kWidth];
+      loading[i].finish(row, column + i * kWidth, dim).to_floats(values);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) logits[i * kWidth + k] = values[k];
+    }
+    if (column >= dim) {
+#pragma unroll
+      for (int k = 0; k < kSampleVector; ++k) logits[k] = minus_infinity();
+      return;
+    }
+    if (p.bias != nullptr) {
+#pragma unroll
+      for (int k = 0; k < kSampleVector; ++k) {
+        if (column + k < dim)
+          logits[k] += element_of(p.bias, p.bias_dtype, row_number * p.bias_stride + column + k);
+      }
+    }
+    uint32_t mask = 0xffu;
+    if (p.bitmask != nullptr) {
+      mask = static_cast<uint32_t>(p.bitmask[row_number * p.bitmask_stride + column / 32]) >>
+             (column % 32);
+    }
+    static_assert(32 % kSampleVector == 0, "a vector has one word of the mask");
+#pragma unroll
+    for (int k = 0; k < kSampleVector; ++k) {
+      const bool drawn = column + k < dim && (mask >> k & 1) != 0 && logits[k] == logits[k];
+      logits[k] = drawn ? logits[k] : minus_infinity();
+    }
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ const T* row_of(const GumbelSample& p, int64_t row) {
+  return static_cast<const T*>(p.logits) + row * p.stride;
+}
+
+// body(column, logits) for the vectors of the columns [begin, end) of a row, shared out over the block. All
+// threads call the body equally often.
+template <typename T, typename Body>
+__device__ __forceinline__ void for_each_vector(const GumbelSample& p, int64_t row, int64_t begin,
+                                                int64_t end, Body body) {
+  const T* data = row_of<T>(p, row);
+  const int dim = static_cast<int>(end);
+  const int64_t turn = int64_t{blockDim.x} * kSampleVector;
+  for (int64_t first = begin; first < end; first += turn * kSampleVectors) {
+    LogitLoading<T> loading[kSampleVectors];
+#pragma unroll
+    for (int j = 0; j < kSampleVectors; ++j) {
+      const int64_t column = first + j * turn + int64_t{threadIdx.x} * kSampleVector;
+      loading[j].start(data, static_cast<int>(column < end ? column : end), dim);
+    }
+#pragma unroll
+    for (int j = 0; j < kSampleVectors; ++j) {
+      const int64_t column = first + j * turn + int64_t{threadIdx.x} * kSampleVector;
+      const int inside = static_cast<int>(column < end ? column : end);
+      float logits[kSampleVector];
+      loading[j].finish(p, row, data, inside, dim, logits);
+      body(inside, logits);
+    }
+  }
+}
+
+// The part of a row that is a block's.
+struct Part {
+  int64_t row, number, begin, end;
+};
+
+__device__ __forceinline__ Part part_of(const GumbelSample& p, const SamplePolicy& policy) {
+  const int64_t row = blockIdx.x / policy.parts, number = blockIdx.x % policy.parts;
+  const int64_t begin = number * policy.part;
+  const int64_t end = begin + policy.part < p.draws.vocab ? begin + policy.part : p.draws.vocab;
+  return {row, number, begin, end};
+}
+
+// ---- the draw ----
+
+template <typename T>
+__global__ void __launch_bounds__(kSampleThreads)
+    draw_kernel(const GumbelSample p, const SamplePolicy policy, const RowState* states,
+                Candidate* candidates) {
+  __shared__ Candidate of_warps[kSampleThreads / kWarpSize];
+  wait_for_kernel_before();
+  const Part part = part_of(p, policy);
+  const Heat heat = heat_of(p.draws, part.row);
+  const NoiseKey key = key_of_row(p.draws, part.row);
+  const float lowest = states == nullptr || heat.greedy
+                           ? minus_infinity()
+                           : value_of_key<SampleMath>(states[part.row].bound);
+  const int shift = static_cast<int>(p.draws.vocab_offset & 3);
+  for (int sample = 0; sample < p.draws.num_samples; ++sample) {
+    Candidate best = no_candidate();
+    float floor = minus_infinity();  // what a score must reach
+    for_each_vector<T>(p, part.row, part.begin, part.end, [&](int column, const auto& logits) {
+      if (heat.greedy) {
+#pragma unroll
+        for (int k = 0; k < kSampleVector; ++k) offer(best, logits[k], logits[k], column + k);
+        return;
+      }
+      bool any = false;
+#pragma unroll
+      for (int k = 0; k < kSampleVector; ++k)
+        any |= logits[k] > minus_infinity() && logits[k] >= lowest;
+      uint32_t words[kSampleVector];
+      uint32_t open = 0;  // logits that may win
+      if (any) {
+        words_of(key, (p.draws.vocab_offset + column) >> 2, shift, sample, words);
+#pragma unroll
+        for (int k = 0; k < kSampleVector; ++k) {
+          const float bound =
+              SampleMath::fma(logits[k], heat.inv_temperature, gumbel_bound<SampleMath>(words[k]));
+          const bool may = bound >= floor && logits[k] >= lowest && logits[k] > minus_infinity();
+          open |= may ? 1u << k : 0u;
+        }
+      }
+      while (open != 0) {
+        const int chosen = __ffs(static_cast<int>(open)) - 1;
+        open &= open - 1;
+        float logit = logits[0];
+        uint32_t word = words[0];
+#pragma unroll
+        for (int k = 1; k < kSampleVector; ++k) {
+          logit = k == chosen ? logits[k] : logit;
+          word = k == chosen ? words[k] : word;
+        }
+        const float score =
+            SampleMath::fma(logit, heat.inv_temperature, gumbel_of<SampleMath>(word));
+        offer(best, score, logit, column + chosen);
+      }
+      floor = warp_greatest(best.score > floor ? best.score : floor);
+    });
+    best = warp_best(best);
+    if (threadIdx.x % kWarpSize == 0) of_warps[threadIdx.x / kWarpSize] = best;
+    __syncthreads();
+    if (threadIdx.x < kWarpSize) {
+      best = threadIdx.x < kSampleThreads / kWarpSize ? of_warps[threadIdx.x] : no_candidate();
+      best = warp_best(best);
+      if (threadIdx.x == 0) {
+        candidates[(part.row * policy.parts + part.number) * p.draws.num_samples + sample] = best;
+      }
+    }
+    __syncthreads();
+  }
+  let_kernel_after_start();
+}
+
+// ---- the second stage ----
+
+__global__ void __launch_bounds__(kFinishThreads)
+    finish_kernel(const Draws draws, const DrawResults results, const RowState* states,
+                  const Candidate* candidates, const int64_t parts) {
+  __shared__ Candidate of_warps[kFinishThreads / kWarpSize];
+  wait_for_kernel_before();
+  const int64_t slot = blockIdx.x;
+  const int64_t row = slot / draws.num_samples;
+  const int sample = static_cast<int>(slot % draws.num_samples);
+  Candidate best = no_candidate();
+#pragma unroll 4
+  for (int64_t part = threadIdx.x; part < parts; part += kFinishThreads)
+    keep_better(best, candidates[(row * parts + part) * draws.num_samples + sample]);
+  best = warp_best(best);
+  if (threadIdx.x % kWarpSize == 0) of_warps[threadIdx.x / kWarpSize] = best;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int i = 1; i < kFinishThreads / kWarpSize; ++i) keep_better(best, of_warps[i]);
+  if (sample == 0 && (draws.offset_per_row || row == 0)) ++draws.offsets[row];
+
+  const bool found = best.index != kNoIndex;
+  results.tokens[slot] = found ? draws.vocab_offset + best.index : -1;
+  if (results.scores != nullptr) results.scores[slot] = best.score;
+  const Heat heat = heat_of(draws, row);
+  if (results.logits != nullptr)
+    results.logits[slot] = found ? best.logit * heat.inv_temperature : minus_infinity();
+  if (results.logprobs == nullptr && results.log_sum_exp == nullptr) return;
+  const RowState& state = states[row];
+  const float greatest =
+      state.greatest == 0 ? minus_infinity() : value_of_key<SampleMath>(state.greatest);
+  float log_all = 0.0f, log_allowed = 0.0f;
+  if (!heat.greedy && state.weights != 0) {
+    log_all = log_of_weights<SampleMath>(state.weights);
+    log_allowed = state.raised == 0 ? log_all : log_of_weights<SampleMath>(state.allowed);
+  }
+  if (results.log_sum_exp != nullptr && sample == 0) {
+    results.log_sum_exp[row] =
+        heat.greedy ? minus_infinity() : SampleMath::fma(greatest, heat.inv_temperature, log_all);
+  }
+  if (results.logprobs == nullptr) return;
+  float distance = minus_infinity();
+  if (found)
+    distance = heat.greedy ? 0.0f : distance_of(best.logit, greatest, heat.inv_temperature);
+  results.logprobs[slot] = distance - log_all;
+  results.filtered_logprobs[slot] = distance - log_allowed;
+}
+
+// ---- filters ----
+
+// Of a row, in global memory, all zero in the beginning.
+struct RowBins {
+  unsigned long long weights[kDistanceBins];
+  uint32_t counts[kDistanceBins];
+};
+
+struct FilterSpace {
+  RowState* states;  // [batch]
+  RowBins* bins;     // [batch]
+  uint32_t* lists;   // [batch, kListed]: keys
+};
+
+__global__ void __launch_bounds__(kSampleThreads)
+    clear_kernel(RowState* states, uint32_t* bins, const int64_t batch) {
+  const int64_t words = batch * static_cast<int64_t>(sizeof(RowBins) / sizeof(uint32_t));
+  const int64_t first = int64_t{blockIdx.x} * kSampleThreads + threadIdx.x;
+  for (int64_t i = first; i < words; i += int64_t{gridDim.x} * kSampleThreads) bins[i] = 0;
+  for (int64_t i = first; i < batch; i += int64_t{gridDim.x} * kSampleThreads)
+    states[i] = {0, 0, 0, kKeyOfMinusInfinity + 1, 0, 0};
+  let_kernel_after_start();
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kSampleThreads)
+    greatest_kernel(const GumbelSample p, const SamplePolicy policy, const FilterSpace space) {
+  wait_for_kernel_before();
+  const Part part = part_of(p, policy);
+  float greatest = minus_infinity();
+  for_each_vector<T>(p, part.row, part.begin, part.end, [&](int, const auto& logits) {
+#pragma unroll
+    for (int k = 0; k < kSampleVector; ++k) greatest = logits[k] > greatest ? logits[k] : greatest;
+  });
+  greatest = warp_greatest(greatest);
+  if (threadIdx.x % kWarpSize == 0 && greatest > minus_infinity())
+    atomicMax(&space.states[part.row].greatest, key_of<SampleMath>(greatest));
+  let_kernel_after_start();
+}
+
+struct Scale {
+  float greatest, inv_temperature;
+
+  __device__ __forceinline__ float distance(float logit) const {
+    return distance_of(logit, greatest, inv_temperature);
+  }
+};
+
+__device__ __forceinline__ Scale scale_of(const GumbelSample& p, const RowState& state,
+                                          int64_t row) {
+  return {value_of_key<SampleMath>(state.greatest), heat_of(p.draws, row).inv_temperature};
+}
+
+// Whether a row has weights at all.
+__device__ __forceinline__ bool has_weights(const GumbelSample& p, const RowState& state,
+                                            int64_t row) {
+  return state.greatest != 0 && !heat_of(p.draws, row).greedy;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kSampleThreads)
+    bins_kernel(const GumbelSample p, const SamplePolicy policy, const FilterSpace space) {
+  __shared__ unsigned long long weights[kDistanceBins];
+  __shared__ uint32_t counts[kDistanceBins];
+  wait_for_kernel_before();
+  const Part part = part_of(p, policy);
+  RowState& state = space.states[part.row];
+  if (!has_weights(p, state, part.row)) return;
+  const Scale scale = scale_of(p, state, part.row);
+  for (int i = threadIdx.x; i < kDistanceBins; i += kSampleThreads) {
+    weights[i] = 0;
+    counts[i] = 0;
+  }
+  __syncthreads();
+  uint32_t far = 0;  // those of the last bin, which may be nearly all
+  for_each_vector<T>(p, part.row, part.begin, part.end, [&](int, const auto& logits) {
+#pragma unroll
+    for (int k = 0; k < kSampleVector; ++k) {
+      if (!(logits[k] > minus_infinity())) continue;
+      const float distance = scale.distance(logits[k]);
+      const int bin = distance_bin(distance);
+      if (bin == kDistanceBins - 1) {
+        ++far;
+        continue;
+      }
+      atomicAdd(&counts[bin], 1u);
+      const uint64_t weight = weight_of<SampleMath>(distance);
+      if (weight != 0) atomicAdd(&weights[bin], static_cast<unsigned long long>(weight));
+    }
+  });
+  if (far != 0) atomicAdd(&counts[kDistanceBins - 1], far);
+  __syncthreads();
+  RowBins& bins = space.bins[part.row];
+  unsigned long long sum = 0;
+  for (int i = threadIdx.x; i < kDistanceBins; i += kSampleThreads) {
+    if (counts[i] != 0) atomicAdd(&bins.counts[i], counts[i]);
+    if (weights[i] != 0) atomicAdd(&bins.weights[i], weights[i]);
+    sum += weights[i];
+  }
+  if (sum != 0) atomicAdd(&state.weights, sum);
+  let_kernel_after_start();
+}
+
+enum class Filter { top_k, top_p, min_p };
+
+// Where a filter's bound lies: in `bin`, of whose logits the greatest `count` are wanted, or those with weights of
+// `weight` in sum, or those from `key` on. `above` is the weight of all bins above.
+struct Search {
+  bool needed;
+  int bin;
+  uint32_t key;
+  unsigned long long count, weight, above;
+};
+
+// Sums of two values over the threads before this one, and over all.
+template <int kThreads>
+struct Scan {
+  unsigned long long a[kThreads], b[kThreads];
+
+  __device__ __forceinline__ void run(unsigned long long own_a, unsigned long long own_b) {
+    a[threadIdx.x] = own_a;
+    b[threadIdx.x] = own_b;
+    __syncthreads();
+    for (int step = 1; step < kThreads; step *= 2) {
+      const bool has = threadIdx.x >= step;
+      const unsigned long long more_a = has ? a[threadIdx.x - step] : 0;
+      const unsigned long long more_b = has ? b[threadIdx.x - step] : 0;
+      __syncthreads();
+      a[threadIdx.x] += more_a;
+      b[threadIdx.x] += more_b;
+      __syncthreads();
+    }
+  }
+};
+
+// All threads of a block of kThreads together.
+template <int kThreads>
+__device__ __forceinline__ Search search_of(const GumbelSample& p, int64_t row,
+                                            const RowState& state, const RowBins& bins,
+                                            Filter filter, Scan<kThreads>& scan, Search& shared) {
+  constexpr int kEach = kDistanceBins / kThreads;
+  unsigned long long counts[kEach], weights[kEach], count = 0, weight = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    counts[i] = bins.counts[threadIdx.x * kEach + i];
+    weights[i] = bins.weights[threadIdx.x * kEach + i];
+    count += counts[i];
+    weight += weights[i];
+  }
+  scan.run(count, weight);
+  const unsigned long long all = scan.a[kThreads - 1];
+  unsigned long long above_count = scan.a[threadIdx.x] - count;
+  unsigned long long above = scan.b[threadIdx.x] - weight;
+  if (threadIdx.x == 0) shared = {false, 0, 0, 0, 0, 0};
+  __syncthreads();
+  unsigned long long wanted_count = 0, wanted_weight = 0;
+  int wanted_bin = -1;
+  uint32_t key = 0;
+  if (filter == Filter::top_k) {
+    const RowInts& option = p.filters.top_k;
+    const int64_t k = option.values == nullptr ? option.value : option.values[row * option.stride];
+    if (k >= 1 && static_cast<unsigned long long>(k) < all) wanted_count = k;
+  } else if (filter == Filter::top_p) {
+    const float share = option_of(p.filters.top_p, row);
+    if (share < 1.0f)
+      wanted_weight = weights_needed(share, state.raised != 0 ? state.allowed : state.weights);
+  } else {
+    const float share = option_of(p.filters.min_p, row);
+    if (share >= 1.17549435e-38f) {
+      const Scale scale = scale_of(p, state, row);
+      key = key_at_distance<SampleMath>(log_of_normal<SampleMath>(share), scale.greatest,
+                                        scale.inv_temperature);
+      wanted_bin = distance_bin(scale.distance(value_of_key<SampleMath>(key)));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int bin = threadIdx.x * kEach + i;
+    const bool here = bin == wanted_bin ||
+                      (wanted_count > above_count && wanted_count <= above_count + counts[i]) ||
+                      (wanted_weight > above && wanted_weight <= above + weights[i]);
+    if (here) {
+      shared = {true,
+                bin,
+                key,
+                wanted_count == 0 ? 0 : wanted_count - above_count,
+                wanted_weight == 0 ? 0 : wanted_weight - above,
+                above};
+    }
+    above_count += counts[i];
+    above += weights[i];
+  }
+  __syncthreads();
+  return shared;
+}
+
+// Lists the keys of the bin.
+template <typename T>
+__global__ void __launch_bounds__(kSampleThreads)
+    list_kernel(const GumbelSample p, const SamplePolicy policy, const FilterSpace space,
+                const Filter filter) {
+  __shared__ Scan<kSampleThreads> scan;
+  __shared__ Search shared;
+  wait_for_kernel_before();
+  const Part part = part_of(p, policy);
+  RowState& state = space.states[part.row];
+  if (!has_weights(p, state, part.row)) return;
+  const Search search = search_of(p, part.row, state, space.bins[part.row], filter, scan, shared);
+  if (!search.needed) return;
+  const Scale scale = scale_of(p, state, part.row);
+  uint32_t* list = space.lists + part.row * kListed;
+  for_each_vector<T>(p, part.row, part.begin, part.end, [&](int, const auto& logits) {
+#pragma unroll
+    for (int k = 0; k < kSampleVector; ++k) {
+      if (!(logits[k] > minus_infinity())) continue;
+      if (distance_bin(scale.distance(logits[k])) != search.bin) continue;
+      // A count past the end of the list says that it is not complete.
+      if (*static_cast<volatile uint32_t*>(&state.listed) > kListed) continue;
+      const uint32_t at = atomicAdd(&state.listed, 1u);
+      if (at < kListed) list[at] = key_of<SampleMath>(logits[k]);
+    }
+  });
+  let_kernel_after_start();
+}
+
+// Finds the bound among the keys of the bin, a block for a row.
+template <typename T>
+__global__ void __launch_bounds__(kChooseThreads, 1)
+    choose_kernel(const GumbelSample p, const FilterSpace space, const Filter filter) {
+  constexpr int kDigits = 256;
+  __shared__ Scan<kChooseThreads> scan;
+  __shared__ Search shared;
+  __shared__ unsigned long long weights[kDigits];
+  __shared__ uint32_t counts[kDigits];
+  __shared__ int chosen;
+  wait_for_kernel_before();
+  const int64_t row = blockIdx.x;
+  RowState& state = space.states[row];
+  if (!has_weights(p, state, row)) return;
+  Search search = search_of(p, row, state, space.bins[row], filter, scan, shared);
+  if (!search.needed) return;
+  const Scale scale = scale_of(p, state, row);
+  const uint32_t listed = state.listed;
+  const uint32_t* list = space.lists + row * kListed;
+  // body(key) for all keys of the bin.
+  const auto for_each_key = [&](auto body) {
+    if (listed <= kListed) {
+      for (uint32_t i = threadIdx.x; i < listed; i += kChooseThreads) body(list[i]);
+      return;
+    }
+    for_each_vector<T>(p, row, 0, p.draws.vocab, [&](int, const auto& logits) {
+#pragma unroll
+      for (int k = 0; k < kSampleVector; ++k) {
+        if (logits[k] > minus_infinity() && distance_bin(scale.distance(logits[k])) == search.bin)
+          body(key_of<SampleMath>(logits[k]));
+      }
+    });
+  };
+  const auto weight_of_key = [&](uint32_t key) {
+    return static_cast<unsigned long long>(
+        weight_of<SampleMath>(scale.distance(value_of_key<SampleMath>(key))));
+  };
+  uint32_t bound = search.key;
+  unsigned long long allowed = search.above;
+  if (bound != 0) {
+    if (threadIdx.x == 0) weights[0] = 0;
+    __syncthreads();
+    for_each_key([&](uint32_t key) {
+      if (key >= bound) atomicAdd(&weights[0], weight_of_key(key));
+    });
+    __syncthreads();
+    allowed += weights[0];
+  } else {
+    // Digits from the top; of a digit, the search goes on among the keys that have it.
+    for (int shift = 24; shift >= 0; shift -= 8) {
+      if (threadIdx.x < kDigits) {
+        weights[threadIdx.x] = 0;
+        counts[threadIdx.x] = 0;
+      }
+      __syncthreads();
+      for_each_key([&](uint32_t key) {
+        if (shift < 24 && key >> (shift + 8) != bound) return;
+        atomicAdd(&counts[key >> shift & 255], 1u);
+        atomicAdd(&weights[key >> shift & 255], weight_of_key(key));
+      });
+      __syncthreads();
+      // Thread t has digit 255 - t.
+      const int digit = kDigits - 1 - static_cast<int>(threadIdx.x);
+      const unsigned long long count = digit >= 0 ? counts[digit] : 0;
+      const unsigned long long weight = digit >= 0 ? weights[digit] : 0;
+      scan.run(count, weight);
+      const unsigned long long above_count = scan.a[threadIdx.x] - count;
+      const unsigned long long above = scan.b[threadIdx.x] - weight;
+      if (count != 0 &&
+          (search.count != 0 ? search.count > above_count && search.count <= above_count + count
+                             : search.weight > above && search.weight <= above + weight)) {
+        chosen = digit;
+        shared.count = search.count == 0 ? 0 : search.count - above_count;
+        shared.weight = search.weight == 0 ? 0 : search.weight - above;
+        shared.above = above + (shift == 0 ? weight : 0);
+      }
+      __syncthreads();
+      bound = bound << 8 | static_cast<uint32_t>(chosen);
+      allowed += shared.above;
+      search.count = shared.count;
+      search.weight = shared.weight;
+      __syncthreads();
+    }
+  }
+  if (threadIdx.x == 0) {
+    state.listed = 0;
+    if (bound > state.bound) {
+      state.bound = bound;
+      state.allowed = allowed;
+      state.raised = 1;
+    }
+  }
+  let_kernel_after_start();
+}
+
+// ---- workspace ----
+
+constexpr int64_t kSpaceAlignment = 128;
+
+int64_t aligned_bytes(int64_t bytes) { return ceil_div(bytes, kSpaceAlignment) * kSpaceAlignment; }
+
+struct Space {
+  Candidate* candidates;
+  FilterSpace filters;
+  int64_t bytes;
+};
+
+bool needs_states(const GumbelSample& p) { return p.filters.any() || p.results.needs_sums(); }
+
+Space space_of(const GumbelSample& p, const SamplePolicy& policy) {
+  Space space{};
+  char* base = static_cast<char*>(p.workspace);
+  const auto take = [&](int64_t bytes) {
+    char* at = base == nullptr ? nullptr : base + space.bytes;
+    space.bytes += aligned_bytes(bytes);
+    return static_cast<void*>(at);
+  };
+  const int64_t batch = p.draws.batch;
+  space.candidates = static_cast<Candidate*>(
+      take(batch * policy.parts * p.draws.num_samples * static_cast<int64_t>(sizeof(Candidate))));
+  if (needs_states(p)) {
+    space.filters.states =
+        static_cast<RowState*>(take(batch * static_cast<int64_t>(sizeof(RowState))));
+    space.filters.bins = static_cast<RowBins*>(take(batch * static_cast<int64_t>(sizeof(RowBins))));
+  }
+  if (p.filters.any())
+    space.filters.lists =
+        static_cast<uint32_t*>(take(batch * kListed * static_cast<int64_t>(sizeof(uint32_t))));
+  return space;
+}
+
+// ---- launchers ----
+
+template <typename T>
+gpuError launch(const GumbelSample& p, const SamplePolicy& policy, const Space& space,
+                const DeviceInfo& info, gpuStream stream) {
+  const dim3 grid(static_cast<unsigned>(p.draws.batch * policy.parts)), block(kSampleThreads);
+  const FilterSpace& filters = space.filters;
+  gpuError error = gpuSuccess;
+  const auto then = [&](auto kernel, dim3 its_grid, dim3 its_block, auto... args) {
+    if (error == gpuSuccess) error = gpu_launch_after(kernel, its_grid, its_block, stream, args...);
+  };
+  if (needs_states(p)) {
+    error = gpu_launch(&clear_kernel, dim3(info.multiprocessors), block, 0, 1, stream,
+                       filters.states, reinterpret_cast<uint32_t*>(filters.bins), p.draws.batch);
+    if (policy.parts > 0) {
+      then(&greatest_kernel<T>, grid, block, p, policy, filters);
+      then(&bins_kernel<T>, grid, block, p, policy, filters);
+      const auto filter = [&](bool has, Filter which) {
+        if (!has) return;
+        then(&list_kernel<T>, grid, block, p, policy, filters, which);
+        then(&choose_kernel<T>, dim3(static_cast<unsigned>(p.draws.batch)), dim3(kChooseThreads), p,
+             filters, which);
+      };
+      filter(p.filters.has_top_k, Filter::top_k);
+      filter(p.filters.has_top_p, Filter::top_p);
+      filter(p.filters.has_min_p, Filter::min_p);
+    }
+  }
+  if (policy.parts > 0) {
+    // Without states there is nothing before it to wait for but other work on the stream.
+    if (needs_states(p)) {
+      then(&draw_kernel<T>, grid, block, p, policy, filters.states, space.candidates);
+    } else {
+      error = gpu_launch(&draw_kernel<T>, grid, block, 0, 1, stream, p, policy,
+                         static_cast<const RowState*>(nullptr), space.candidates);
+    }
+  }
+  if (error != gpuSuccess) return error;
+  return gpu::draw_finish(p.draws, p.results, filters.states, space.candidates, policy.parts,
+                          stream);
+}
+
+}  // namespace
+
+namespace gpu {
+
+gpuError draw_finish(const Draws& draws, const DrawResults& results, const RowState* states,
+                     const Candidate* candidates, int64_t parts, gpuStream stream) {
+  const dim3 grid(static_cast<unsigned>(draws.batch * draws.num_samples));
+  return gpu_launch_after(&finish_kernel, grid, dim3(kFinishThreads), stream, draws, results,
+                          states, candidates, parts);
+}
+
+int64_t gumbel_sample_workspace(const GumbelSample& p, int device) {
+  return space_of(p, sample_policy(device_info(device), p.draws.batch, p.draws.vocab)).bytes;
+}
+
+const char* gumbel_sample(const GumbelSample& p, int device, void* stream) {
+  const DeviceInfo& info = device_info(device);
+  const SamplePolicy policy = sample_policy(info, p.draws.batch, p.draws.vocab);
+  constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
+  if (p.draws.batch * policy.parts > kMostBlocks ||
+      p.draws.batch * p.draws.num_samples > kMostBlocks)
+    return "the batch has too many rows for one launch";
+  const Space space = space_of(p, policy);
+  const gpuStream on = static_cast<gpuStream>(stream);
+  switch (p.dtype) {
+    case DType::float32: return message_of(launch<float>(p, policy, space, info, on));
+    case DType::float16: return message_of(launch<float16>(p, policy, space, info, on));
+    default: return message_of(launch<bfloat16>(p, policy, space, info, on));
+  }
+}
+
+}  // namespace gpu
+}  // namespace fuselage

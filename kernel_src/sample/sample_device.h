@@ -1,0 +1,141 @@
+// What the sampling kernels share: float32 arithmetic as sample/gumbel.h wants it, a row's options, candidates and
+// their reductions.
+#pragma once
+
+#include "common/dispatch.h"
+#include "common/reduce.h"
+#include "sample/gumbel.h"
+#include "sample/sample.h"
+
+namespace fuselage {
+
+struct SampleMath {
+  using Floats = float;
+  using Words = uint32_t;
+  using Integers = int32_t;
+  static __device__ __forceinline__ float fma(float a, float b, float c) {
+    return __builtin_fmaf(a, b, c);
+  }
+  static __device__ __forceinline__ float to_floats(int32_t i) { return static_cast<float>(i); }
+  static __device__ __forceinline__ int32_t signed_of(uint32_t word) {
+    return static_cast<int32_t>(word);
+  }
+  static __device__ __forceinline__ int32_t integers_of(float f) {
+    return static_cast<int32_t>(__float_as_uint(f));
+  }
+  static __device__ __forceinline__ float floats_of(int32_t i) {
+    return __uint_as_float(static_cast<uint32_t>(i));
+  }
+  static __device__ __forceinline__ uint32_t word_of(float f) { return __float_as_uint(f); }
+  static __device__ __forceinline__ float float_of(uint32_t word) { return __uint_as_float(word); }
+};
+
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
+
+__device__ __forceinline__ float option_of(const RowFloats& option, int64_t row) {
+  return option.values == nullptr ? option.value : option.values[row * option.stride];
+}
+
+struct Heat {
+  bool greedy;
+  float inv_temperature;
+};
+
+__device__ __forceinline__ Heat heat_of(const Draws& draws, int64_t row) {
+  const float temperature = option_of(draws.temperature, row);
+  if (!(temperature >= 1.17549435e-38f)) return {true, 1.0f};
+  return {false, 1.0f / temperature};
+}
+
+__device__ __forceinline__ NoiseKey key_of_row(const Draws& draws, int64_t row) {
+  const uint64_t seed = static_cast<uint64_t>(draws.seeds[draws.seed_per_row ? row : 0]);
+  const uint64_t offset = static_cast<uint64_t>(draws.offsets[draws.offset_per_row ? row : 0]);
+  return {{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)},
+          {static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32)},
+          draws.seed_per_row ? 0u : static_cast<uint32_t>(row) * 256u};
+}
+
+// ---- candidates ----
+
+// The best of some of a row's logits; index is that of the shard, or kNoIndex.
+struct Candidate {
+  float score, logit;
+  int index;
+};
+
+constexpr int kNoIndex = 0x7fffffff;
+
+__device__ __forceinline__ Candidate no_candidate() { return {minus_infinity(), 0.0f, kNoIndex}; }
+
+// NOTE: a score of -inf, as of what may not be drawn, is no candidate.
+__device__ __forceinline__ void keep_better(Candidate& best, const Candidate& other) {
+  if (other.score > best.score || (other.score == best.score && other.index < best.index))
+    best = other;
+}
+
+__device__ __forceinline__ void offer(Candidate& best, float score, float logit, int index) {
+  if (score > minus_infinity()) keep_better(best, {score, logit, index});
+}
+
+// In every lane.
+__device__ __forceinline__ Candidate warp_best(Candidate best) {
+#pragma unroll
+  for (int mask = kWarpSize / 2; mask > 0; mask /= 2) {
+    Candidate other;
+    other.score = shuffle_xor(best.score, mask, kWarpSize);
+    other.logit = shuffle_xor(best.logit, mask, kWarpSize);
+    other.index =
+        SampleMath::integers_of(shuffle_xor(SampleMath::floats_of(best.index), mask, kWarpSize));
+    keep_better(best, other);
+  }
+  return best;
+}
+
+__device__ __forceinline__ float warp_greatest(float value) {
+#pragma unroll
+  for (int mask = kWarpSize / 2; mask > 0; mask /= 2) {
+    const float other = shuffle_xor(value, mask, kWarpSize);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+// Words `shift` (0 to 3) to `shift + kCount - 1` of the blocks from `block` on.
+template <int kCount>
+__device__ __forceinline__ void words_of(const NoiseKey& key, int64_t block, int shift, int sample,
+                                         uint32_t (&words)[kCount]) {
+  static_assert(kCount % 4 == 0, "whole blocks");
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    const PhiloxWords four = noise_words(key, block + i / 4, sample);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) words[i + k] = four.words[k];
+  }
+  if (shift == 0) return;
+  const PhiloxWords last = noise_words(key, block + kCount / 4, sample);
+  const auto word = [&](int i) { return i < kCount ? words[i] : last.words[i - kCount]; };
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    words[i] = shift == 1 ? word(i + 1) : shift == 2 ? word(i + 2) : word(i + 3);
+}
+
+// What the filters and the log-probabilities know of a row. `bound` is the least key of a logit that may be
+// drawn, and `allowed` the sum of the weights from there on, once a filter has raised it.
+struct RowState {
+  unsigned long long weights, allowed;
+  uint32_t greatest;  // key, or 0
+  uint32_t bound;
+  uint32_t listed;
+  uint32_t raised;
+};
+
+namespace gpu {
+
+// The second stage: the best of `parts` candidates of each row and sample, and the step of the offsets. `states`
+// may be null. Launched behind the kernel that writes the candidates.
+gpuError draw_finish(const Draws& draws, const DrawResults& results, const RowState* states,
+                     const Candidate* candidates,  // [batch, parts, num_samples]
+                     int64_t parts, gpuStream stream);
+
+}  // namespace gpu
+}  // namespace fuselage

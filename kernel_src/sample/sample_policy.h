@@ -1,0 +1,51 @@
+// How the sampling kernels are laid out on a GPU: pure functions of the device and the shape. Results do not depend
+// on any of it.
+#pragma once
+
+#include "common/launch_policy.h"
+#include "sample/sample.h"
+
+namespace fuselage {
+
+constexpr int kSampleThreads = 256;
+constexpr int kSampleVector = 8;     // logits of a thread at once: two blocks of Philox
+constexpr int kSampleVectors = 2;    // loaded before the first is used
+constexpr int kChooseThreads = 512;  // of the block that looks for a filter's bound in a row
+constexpr int kListed = 8192;  // logits of a bin that are listed; of more, the row is read again
+
+struct SamplePolicy {
+  int64_t part;  // logits of a row for one block
+  int64_t parts;
+};
+
+inline SamplePolicy sample_policy(const DeviceInfo& device, int64_t batch, int64_t vocab) {
+  // Two turns of all threads at least: the first pays for all logarithms, those after it skip nearly all.
+  constexpr int64_t kTurn = int64_t{kSampleThreads} * kSampleVector * kSampleVectors;
+  const int64_t blocks = int64_t{device.multiprocessors} * 4;
+  const int64_t wanted = ceil_div(ceil_div(vocab * batch, blocks), kTurn) * kTurn;
+  SamplePolicy policy{};
+  policy.part = std::min<int64_t>(std::max<int64_t>(wanted, kTurn), 16 * kTurn);
+  policy.parts = ceil_div(vocab, policy.part);
+  return policy;
+}
+
+constexpr int kFinishThreads = 128;
+
+// The head. Rows of weight are tiled by kHeadRows; rows of the batch by 8 to 64, as there are.
+constexpr int kHeadRows = 128;
+constexpr int kHeadThreads = 128;
+constexpr int kHeadStep = 64;  // columns of a stage of shared memory
+
+constexpr int head_columns(int64_t batch) {
+  return batch <= 8 ? 8 : batch <= 16 ? 16 : batch <= 32 ? 32 : 64;
+}
+
+constexpr int head_stages(int columns) { return columns == 64 ? 3 : 4; }
+
+// The form for all types and GPUs, without tensor cores.
+constexpr int kPlainThreads = 256;
+constexpr int kPlainRows = 128;
+constexpr int kPlainColumns = 16;
+constexpr int kPlainStep = 16;
+
+}  // namespace fuselage

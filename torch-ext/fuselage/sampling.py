@@ -1,0 +1,345 @@
+"""Sampling from a language-model head, whose logits are never in memory, and from given logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Optional, Union
+
+import torch
+
+from ._fake import check_devices
+from ._ops import add_op_namespace_prefix, ops
+
+# Overloads, looked up once: a call through the packet pays for the look-up every time.
+_gumbel_sample = ops.gumbel_sample.default
+_lm_head_sample = ops.lm_head_sample.default
+_lm_head_sample_shard = ops.lm_head_sample_shard.default
+
+Number = Union[float, torch.Tensor]
+
+
+class Sample(NamedTuple):
+    """Drawn tokens and their log-probabilities, all `[batch, num_samples]`."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor  # of the distribution at the row's temperature
+    filtered_logprobs: torch.Tensor  # of what top_k, top_p and min_p leave of it
+
+
+class ShardSample(NamedTuple):
+    """The draw of one shard of the vocabulary, for `combine_shard_samples`."""
+
+    scores: torch.Tensor  # [batch, num_samples], float32
+    tokens: torch.Tensor  # [batch, num_samples], int64, of the whole vocabulary
+    logits: torch.Tensor  # [batch, num_samples], over temperature
+    log_sum_exp: torch.Tensor  # [batch], of all of the shard's logits over temperature; or [0]
+
+
+def lm_head_sample(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    temperature: Number = 1.0,
+    top_k: Union[int, torch.Tensor, None] = None,
+    top_p: Optional[Number] = None,
+    min_p: Optional[Number] = None,
+    num_samples: int = 1,
+    seed: Union[int, torch.Tensor, None] = None,
+    offset: Optional[torch.Tensor] = None,
+    weight_scale: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+    logit_softcap: Optional[float] = None,
+    vocab_offset: int = 0,
+    return_logprobs: bool = False,
+) -> Union[torch.Tensor, Sample]:
+    """Tokens drawn from `softmax(logits / temperature)` of a language-model head.
+
+        logits = softcap(hidden @ weight.T * weight_scale + bias)    softcap(v) = c * tanh(v / c)
+        token  = argmax(logits / temperature + g),    g = -log(-log(u)), u uniform in (0, 1)
+
+    in one pass over the weights. Without filters and log-probabilities the logits are never in
+    memory; with them they are written once, in float32. Accumulation is in float32.
+
+    The noise `g` is made by Philox4x32-10 of the row's seed, offset and stream, the number of the
+    sample and the index of the token, and of nothing else: a row draws the same token at any batch
+    size and in any cut of the vocabulary. `u` has 32 bits, and both of its tails are exact.
+
+    Args:
+        hidden: `[batch, dim]`, float16, bfloat16 or float32, with any row stride.
+        weight: `[vocab, dim]`, in the dtype of `hidden` or float8_e4m3fn, with any row stride.
+        temperature: At least 0; a number, or float32 `[batch]` or `[1]`. 0 takes the greatest
+            logit, of equals the lowest index, whatever the filters are.
+        top_k: The number of greatest logits that may be drawn; an int, or int64 `[batch]` or `[1]`,
+            where less than 1 is all.
+        top_p: Of what top_k leaves, the fewest greatest logits whose probabilities sum up to top_p
+            of it, in (0, 1]; a number, or float32 `[batch]` or `[1]`.
+        min_p: Of what is left, those at least min_p times as probable as the most probable, in
+            [0, 1]; a number, or float32 `[batch]` or `[1]`. No filter parts equal logits: those
+            equal to the last one that may be drawn may be drawn, too.
+        num_samples: Independent draws of each row, 1 to 256.
+        seed: None takes the device's own seed and offset, so that no two calls share noise. An int,
+            or int64 `[1]` or `[batch]` on the device. A seed that all rows share gives each a
+            stream of its own, by its number; of `[batch]` seeds, rows with equal ones draw with
+            equal noise.
+        offset: int64 `[1]` or `[batch]` on the device: the step. It is read, and left one greater,
+            on the device, so that the replay of a CUDA graph draws anew. None, with a seed, is
+            step 0: the same call draws the same tokens.
+        weight_scale: float32 `[1]` or `[vocab]`, for weights in float8_e4m3fn.
+        bias: `[vocab]`, in the dtype of `hidden` or float32.
+        logit_softcap: `c` above, as of Gemma 2.
+        vocab_offset: Index of the weight's first row, where it is a part of a larger head.
+        return_logprobs: Also return the log-probability of each token.
+
+    Returns:
+        int64 `[batch, num_samples]`, or with `return_logprobs` a tuple `(tokens, logprobs,
+        filtered_logprobs)`: the latter in float32, under the distribution at the row's temperature,
+        and under what the filters leave of it. At temperature 0 both are 0. Logits of -inf and NaN
+        are never drawn; a row without any other gives -1, with a log-probability of -inf. Not
+        differentiable.
+
+    Raises:
+        RuntimeError: A wrong dtype, shape, device or number, naming the argument, what it must be
+            and what it is. Numbers in tensors are not checked.
+
+    Source: Gumbel, "Statistical theory of extreme values", 1954; Salmon et al., "Parallel random
+    numbers: as easy as 1, 2, 3", 2011; top_p: Holtzman et al., 2020; min_p: Nguyen et al., 2024.
+    """
+    seed, offset = _noise(hidden, seed, offset)
+    tokens, *logprobs = _lm_head_sample(
+        *(hidden, weight, weight_scale, bias, logit_softcap, seed, offset),
+        *_number(temperature, 1.0),
+        *(*_number(top_k), *_number(top_p), *_number(min_p)),
+        *(num_samples, vocab_offset, return_logprobs),
+    )
+    return Sample(tokens, *logprobs) if return_logprobs else tokens
+
+
+def gumbel_sample(
+    logits: torch.Tensor,
+    *,
+    temperature: Number = 1.0,
+    top_k: Union[int, torch.Tensor, None] = None,
+    top_p: Optional[Number] = None,
+    min_p: Optional[Number] = None,
+    num_samples: int = 1,
+    seed: Union[int, torch.Tensor, None] = None,
+    offset: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+    bitmask: Optional[torch.Tensor] = None,
+    vocab_offset: int = 0,
+    return_logprobs: bool = False,
+) -> Union[torch.Tensor, Sample]:
+    """Tokens drawn from `softmax((logits + bias) / temperature)`, as by `lm_head_sample`.
+
+    The same logits, seed and offset give the same tokens as there, on a CPU and on a GPU alike.
+
+    Args:
+        logits: `[batch, vocab]`, float16, bfloat16 or float32, with any row stride.
+        bias: Added to the logits, in float32: `[vocab]` or `[batch or 1, vocab]`, in the dtype of
+            `logits` or float32. -inf forbids a token.
+        bitmask: int32 `[ceil(vocab / 32)]` or `[batch or 1, ceil(vocab / 32)]`. A token `i` may be
+            drawn where bit `i % 32` of word `i // 32` is set, as xgrammar and others make it.
+        temperature, top_k, top_p, min_p, num_samples, seed, offset, vocab_offset, return_logprobs:
+            As in `lm_head_sample`. The filters see what bias and bitmask leave.
+
+    Returns:
+        As `lm_head_sample`.
+
+    Raises:
+        RuntimeError: As `lm_head_sample`.
+    """
+    seed, offset = _noise(logits, seed, offset)
+    tokens, *logprobs = _gumbel_sample(
+        *(logits, bias, bitmask, seed, offset),
+        *_number(temperature, 1.0),
+        *(*_number(top_k), *_number(top_p), *_number(min_p)),
+        *(num_samples, vocab_offset, return_logprobs),
+    )
+    return Sample(tokens, *logprobs) if return_logprobs else tokens
+
+
+def lm_head_sample_shard(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    vocab_offset: int,
+    temperature: Number = 1.0,
+    num_samples: int = 1,
+    seed: Union[int, torch.Tensor],
+    offset: torch.Tensor,
+    weight_scale: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+    logit_softcap: Optional[float] = None,
+    return_log_sum_exp: bool = False,
+) -> ShardSample:
+    """What one rank of a tensor-parallel head contributes to a draw: the best of its shard.
+
+    Each rank calls this for its rows of the weight, gathers the results of all, and gets from
+    `combine_shard_samples` the tokens that `lm_head_sample` would draw from the whole weight.
+
+    Args:
+        hidden, weight, temperature, num_samples, weight_scale, bias, logit_softcap: As in
+            `lm_head_sample`; weight, weight_scale and bias are those of the shard.
+        vocab_offset: Index of the shard's first row in the whole weight.
+        seed, offset: As in `lm_head_sample`, and equal on all ranks.
+        return_log_sum_exp: Also give what the log-probabilities need.
+
+    Returns:
+        `(scores, tokens, logits, log_sum_exp)`: the greatest score, its token, and the token's
+        logit over temperature, each `[batch, num_samples]`; and the log of the sum of e to all
+        logits over temperature, `[batch]`, -inf at temperature 0, and empty unless asked for.
+
+    Raises:
+        RuntimeError: As `lm_head_sample`.
+    """
+    seed, offset = _noise(hidden, seed, offset)
+    return ShardSample(
+        *_lm_head_sample_shard(
+            *(hidden, weight, weight_scale, bias, logit_softcap, seed, offset),
+            *_number(temperature, 1.0),
+            *(num_samples, vocab_offset, return_log_sum_exp),
+        )
+    )
+
+
+def combine_shard_samples(
+    shards: Sequence[ShardSample], *, return_logprobs: bool = False
+) -> Union[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """The tokens that a draw from the whole head gives, of those of its shards, bit for bit.
+
+        token = that of the greatest score, of equals the lowest
+
+    Args:
+        shards: The results of `lm_head_sample_shard`, in any order, on one device.
+        return_logprobs: Also return the log-probability of each token, of shards with
+            `return_log_sum_exp`.
+
+    Returns:
+        int64 `[batch, num_samples]`, or with `return_logprobs` `(tokens, logprobs)`.
+
+    Raises:
+        RuntimeError: No shards, or log-probabilities of shards without `log_sum_exp`.
+    """
+    if len(shards) == 0:
+        raise RuntimeError("fuselage::combine_shard_samples: `shards` must not be empty")
+    scores, tokens, logits = (
+        torch.stack([shard[i] for shard in shards]) for i in range(len(ShardSample._fields) - 1)
+    )
+    nothing = torch.iinfo(torch.int64).max
+    best = (scores == scores.amax(0)) & (tokens >= 0)
+    token = torch.where(best, tokens, nothing).amin(0)
+    none = token == nothing
+    token = token.masked_fill(none, -1)
+    if not return_logprobs:
+        return token
+    sums = torch.stack([shard.log_sum_exp for shard in shards])
+    if sums.shape[1:] != scores.shape[1:2]:
+        raise RuntimeError(
+            "fuselage::combine_shard_samples: `return_logprobs` needs shards that were made with "
+            "return_log_sum_exp=True"
+        )
+    logit = torch.where(tokens == token, logits, 0.0).sum(0)
+    total = torch.logsumexp(sums, 0)[:, None]
+    logprob = torch.where(total == -torch.inf, 0.0, logit - total)  # at temperature 0
+    return token, logprob.masked_fill(none, -torch.inf)
+
+
+def _number(value, default=None):
+    """`(tensor, number)` of an option, as the ops take it."""
+    return (value, default) if isinstance(value, torch.Tensor) else (None, value)
+
+
+# Each device's own seed and step, made when first asked for.
+_device_noise: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def _noise(x: torch.Tensor, seed, offset) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seed and offset as tensors."""
+    if seed is None:
+        if offset is not None:
+            raise RuntimeError("fuselage: `offset` needs a `seed`")
+        return _device_seed(x.device), _device_offset(x.device)
+    if not isinstance(seed, torch.Tensor):
+        seed = torch.full((1,), seed, dtype=torch.int64, device=x.device)
+    if offset is None:
+        offset = torch.zeros(1, dtype=torch.int64, device=x.device)
+    return seed, offset
+
+
+# Under torch.compile these two run once, while tracing, and what they return is an input of the
+# graph: neither the creation nor the dictionary is traced.
+@torch.compiler.assume_constant_result
+def _device_seed(device: torch.device) -> torch.Tensor:
+    return _own_noise(device)[0]
+
+
+@torch.compiler.assume_constant_result
+def _device_offset(device: torch.device) -> torch.Tensor:
+    return _own_noise(device)[1]
+
+
+def _own_noise(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    found = _device_noise.get(device)
+    if found is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "fuselage: the device's own noise cannot be made while a CUDA graph is captured; "
+                "draw once before, or pass `seed` and `offset`"
+            )
+        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64).to(device)
+        found = seed, torch.zeros(1, dtype=torch.int64, device=device)
+        _device_noise[device] = found
+    return found
+
+
+# Shapes and dtypes of the results, for tracing. This is also what runs when an input is on the meta
+# device.
+
+
+def _fake_results(op, name, x, num_samples, return_logprobs, **others):
+    check_devices(op, name, x, **others)
+    shape = (x.shape[0], num_samples)
+    floats = shape if return_logprobs else (0,)
+    return (
+        x.new_empty(shape, dtype=torch.int64),
+        x.new_empty(floats, dtype=torch.float32),
+        x.new_empty(floats, dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gumbel_sample"))
+def _(logits, bias, bitmask, seed, offset, temperature, _temperature, *options):
+    top_k, _, top_p, _, min_p, _, num_samples, _, return_logprobs = options
+    return _fake_results(
+        *("gumbel_sample", "logits", logits, num_samples, return_logprobs),
+        **{"bias": bias, "bitmask": bitmask, "seed": seed, "offset": offset},
+        **{"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
+    )
+
+
+@torch.library.register_fake(add_op_namespace_prefix("lm_head_sample"))
+def _(hidden, weight, weight_scale, bias, softcap, seed, offset, temperature, *options):
+    _, top_k, _, top_p, _, min_p, _, num_samples, _, return_logprobs = options
+    return _fake_results(
+        *("lm_head_sample", "hidden", hidden, num_samples, return_logprobs),
+        **{"weight": weight, "weight_scale": weight_scale, "bias": bias, "seed": seed},
+        **{"offset": offset, "temperature": temperature},
+        **{"top_k": top_k, "top_p": top_p, "min_p": min_p},
+    )
+
+
+@torch.library.register_fake(add_op_namespace_prefix("lm_head_sample_shard"))
+def _(hidden, weight, weight_scale, bias, softcap, seed, offset, temperature, *options):
+    _, num_samples, _, return_log_sum_exp = options
+    tokens, _, _ = _fake_results(
+        *("lm_head_sample_shard", "hidden", hidden, num_samples, False),
+        **{"weight": weight, "weight_scale": weight_scale, "bias": bias, "seed": seed},
+        **{"offset": offset, "temperature": temperature},
+    )
+    sums = (hidden.shape[0] if return_log_sum_exp else 0,)
+    return (
+        hidden.new_empty(tokens.shape, dtype=torch.float32),
+        tokens,
+        hidden.new_empty(tokens.shape, dtype=torch.float32),
+        hidden.new_empty(sums, dtype=torch.float32),
+    )
