@@ -160,7 +160,7 @@ FUSELAGE_SAMPLE uint64_t weight_of(float distance) {
 // Log of a sum of weights in units of the greatest.
 template <class Math>
 FUSELAGE_SAMPLE float log_of_weights(uint64_t sum) {
-  return log_of_normal<Math>(static_cast<float>(sum)) - 27.725887222397812f;  // log(2^40)
+  return log_of_normal<Math>(static_cast<float>(sum) * 9.0949470177292824e-13f);  // 2^-40
 }
 
 // Greater floats have greater keys; those of equal floats are equal. Never 0, which stands for no number.

@@ -1,0 +1,290 @@
+"""lm_head_sample: the logits it draws from, its invariances, shards, and log-probabilities."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import sample_reference as reference
+import torch
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).split(".")[-1])
+
+
+def make(batch, vocab, dim, dtype, device):
+    hidden = torch.randn(batch, dim).to(device, dtype)
+    weight = (torch.randn(vocab, dim) * 3 / dim**0.5).to(device, dtype)
+    return hidden, weight
+
+
+def exact_logits(hidden, weight, *, scale=None, bias=None, cap=None) -> torch.Tensor:
+    logits = hidden.cpu().double() @ weight.cpu().to(torch.float64).T
+    if scale is not None:
+        logits = logits * scale.cpu().double()
+    if bias is not None:
+        logits = logits + bias.cpu().double()
+    return reference.soft_capped(logits, cap)
+
+
+def check_draws(tokens, logits, *, temperature=1.0, seed=0, offset=0, vocab_offset=0, slack):
+    """Every token has the greatest score in float64, but for what float32 logits may lack."""
+    tokens = tokens.cpu()
+    for row in range(tokens.shape[0]):
+        for sample in range(tokens.shape[1]):
+            scores = reference.scores(
+                logits[row], temperature, seed, offset, row, sample, vocab_offset
+            )
+            chosen = scores[tokens[row, sample] - vocab_offset]
+            assert chosen >= scores.max() - slack, (row, sample, scores.max() - chosen)
+
+
+# Float32 sums of a few hundred products of size 1/10, and their rounding.
+SLACK = 2e-5
+
+SHAPES = [
+    (1, 1, 1),
+    (1, 130, 8),
+    (2, 300, 7),
+    (3, 127, 65),
+    (8, 1000, 64),
+    (9, 257, 100),
+    (17, 515, 136),
+    (33, 128, 72),
+    (65, 400, 48),
+]
+
+
+@pytest.mark.kernels_ci
+@each_dtype
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_draws_of_all_sizes(fuselage, device, dtype, shape):
+    hidden, weight = make(*shape, dtype, device)
+    tokens = fuselage.lm_head_sample(hidden, weight, seed=4, num_samples=2, temperature=0.8)
+    assert tokens.shape == (shape[0], 2) and tokens.dtype == torch.int64
+    check_draws(tokens, exact_logits(hidden, weight), seed=4, temperature=0.8, slack=SLACK)
+
+
+@each_dtype
+def test_greedy_is_argmax(fuselage, device, dtype):
+    hidden, weight = make(6, 3000, 128, dtype, device)
+    weight[2000] = weight[1000]  # whose logits are equal
+    hidden[0] = weight[1000] * 50
+    tokens = fuselage.lm_head_sample(hidden, weight, temperature=0.0)
+    logits = exact_logits(hidden, weight)
+    gap = logits.max(1).values - logits.gather(1, tokens.cpu())[:, 0]
+    assert (gap <= SLACK * logits.abs().max()).all()
+    assert tokens[0].item() == 1000
+    rows = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 1.0], device=device)
+    some = fuselage.lm_head_sample(hidden, weight, temperature=rows, seed=1)
+    assert torch.equal(some[::2], tokens[::2])
+    assert torch.equal(some[1::2], fuselage.lm_head_sample(hidden, weight, seed=1)[1::2])
+    given = logits.float().to(device)
+    assert torch.equal(fuselage.gumbel_sample(given, temperature=0.0)[:, 0], given.argmax(1))
+
+
+@pytest.mark.kernels_ci
+@each_dtype
+def test_bias_and_soft_cap(fuselage, device, dtype):
+    hidden, weight = make(4, 600, 64, dtype, device)
+    for bias_dtype in {dtype, torch.float32}:
+        bias = torch.randn(600).to(device, bias_dtype)
+        logits = exact_logits(hidden, weight, bias=bias, cap=2.5)
+        options = {"bias": bias, "logit_softcap": 2.5, "seed": 2}
+        tokens = fuselage.lm_head_sample(hidden, weight, num_samples=3, **options)
+        check_draws(tokens, logits, seed=2, slack=SLACK)
+        result = fuselage.lm_head_sample(hidden, weight, return_logprobs=True, **options)
+        expected = torch.log_softmax(logits, -1).gather(1, result.tokens.cpu())
+        assert (result.logprobs.cpu() - expected).abs().max() < SLACK
+
+
+@each_dtype
+def test_float8_weights(fuselage, device, dtype):
+    hidden, weight = make(5, 400, 80, dtype, device)
+    narrow = weight.to(torch.float8_e4m3fn)
+    for scale in (None, torch.tensor([0.7]), torch.rand(400) + 0.5):
+        on_device = None if scale is None else scale.to(device)
+        tokens = fuselage.lm_head_sample(
+            hidden, narrow, weight_scale=on_device, seed=3, num_samples=2
+        )
+        check_draws(tokens, exact_logits(hidden, narrow, scale=scale), seed=3, slack=SLACK)
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    finite = values.float().isfinite()
+    one = torch.ones(1, 1, dtype=dtype, device=device)
+    result = [
+        fuselage.lm_head_sample_shard(
+            one,
+            values[i : i + 1, None].to(device),
+            vocab_offset=0,
+            temperature=0.0,
+            seed=0,
+            offset=torch.zeros(1, dtype=torch.int64, device=device),
+        ).scores.item()
+        for i in range(256)
+    ]
+    expected = torch.where(finite, values.float(), -torch.inf)
+    assert torch.equal(torch.tensor(result), expected)
+
+
+# What a draw does not depend on
+
+
+@pytest.mark.kernels_ci
+@each_dtype
+@pytest.mark.parametrize("dim", [256, 100])
+def test_the_batch_does_not_matter(fuselage, device, dtype, dim):
+    """Nor does the temperature make two near logits equal: their bits are compared."""
+    hidden, weight = make(130, 900, dim, dtype, device)
+    options = {"vocab_offset": 0, "return_log_sum_exp": True}
+
+    def shard(rows):
+        return fuselage.lm_head_sample_shard(
+            hidden[rows],
+            weight,
+            seed=torch.arange(130, device=device)[rows],
+            offset=torch.arange(130, device=device)[rows].contiguous(),
+            **options,
+        )
+
+    everything = shard(slice(None))
+    for rows in (slice(0, 1), slice(5, 9), slice(3, 20), slice(60, 100), slice(64, 130)):
+        for name, some, of_all in zip(everything._fields, shard(rows), everything):
+            assert torch.equal(some, of_all[rows]), name
+
+
+@pytest.mark.kernels_ci
+@each_dtype
+@pytest.mark.parametrize("cuts", [(500,), (3, 130, 131, 700), (128, 256, 999)], ids=str)
+def test_shards_combine_to_the_token_of_the_whole(fuselage, device, dtype, cuts):
+    hidden, weight = make(19, 1000, 72, dtype, device)
+    temperature = torch.ones(19, device=device)
+    temperature[3] = 0.0
+    options = {"temperature": temperature, "num_samples": 3, "bias": torch.randn(1000).to(device)}
+    whole = fuselage.lm_head_sample(hidden, weight, seed=7, return_logprobs=True, **options)
+    direct = fuselage.lm_head_sample(hidden, weight, seed=7, **options)
+    assert torch.equal(direct, whole.tokens)
+    edges = [0, *cuts, 1000]
+    shards = []
+    for begin, end in itertools.pairwise(edges):
+        shards.append(
+            fuselage.lm_head_sample_shard(
+                hidden,
+                weight[begin:end],
+                **{**options, "bias": options["bias"][begin:end]},
+                vocab_offset=begin,
+                seed=torch.tensor([7], device=device),
+                offset=torch.zeros(1, dtype=torch.int64, device=device),
+                return_log_sum_exp=True,
+            )
+        )
+    tokens, logprobs = fuselage.combine_shard_samples(shards[::-1], return_logprobs=True)
+    assert torch.equal(tokens, direct)
+    assert (logprobs - whole.logprobs).abs().max() < 2e-6
+    without = [shard._replace(log_sum_exp=shard.log_sum_exp[:0]) for shard in shards]
+    assert torch.equal(fuselage.combine_shard_samples(without), direct)
+    with pytest.raises(RuntimeError, match="return_log_sum_exp"):
+        fuselage.combine_shard_samples(without, return_logprobs=True)
+    with pytest.raises(RuntimeError, match="must not be empty"):
+        fuselage.combine_shard_samples([])
+
+
+@each_dtype
+def test_equal_scores_of_two_shards_go_to_the_lowest_index(fuselage, device, dtype):
+    hidden, weight = make(2, 64, 32, dtype, device)
+    weight = weight[:32].repeat(2, 1)
+    options = {"temperature": 0.0, "seed": 0}
+    whole = fuselage.lm_head_sample(hidden, weight, **options)
+    shards = [
+        fuselage.lm_head_sample_shard(
+            hidden,
+            weight[begin : begin + 32],
+            vocab_offset=begin,
+            **options,
+            offset=torch.zeros(1, dtype=torch.int64, device=device),
+        )
+        for begin in (32, 0)
+    ]
+    assert (whole < 32).all() and torch.equal(fuselage.combine_shard_samples(shards), whole)
+
+
+@each_dtype
+def test_layouts(fuselage, device, dtype):
+    """Rows with gaps, from anywhere in memory, and copies of columns."""
+    hidden, weight = make(5, 300, 64, dtype, device)
+    expected = fuselage.lm_head_sample(hidden, weight, seed=1, num_samples=2)
+
+    def wider(x, before, after):
+        padded = torch.nn.functional.pad(x, (before, after), value=torch.nan)
+        return padded[:, before : before + x.shape[1]]
+
+    for before, after in ((0, 8), (8, 0), (1, 2), (3, 0)):
+        for h, w in (
+            (wider(hidden, before, after), weight),
+            (hidden, wider(weight, before, after)),
+        ):
+            got = fuselage.lm_head_sample(h, w, seed=1, num_samples=2)
+            assert torch.equal(got, expected), (before, after)
+    transposed = fuselage.lm_head_sample(hidden, weight.T.contiguous().T, seed=1, num_samples=2)
+    assert torch.equal(transposed, expected)
+    logits = torch.randn(5, 301, device=device).to(dtype)
+    contiguous = fuselage.gumbel_sample(logits[:, 1:].contiguous(), seed=1, top_p=0.9)
+    assert torch.equal(fuselage.gumbel_sample(logits[:, 1:], seed=1, top_p=0.9), contiguous)
+
+
+# Log-probabilities, filters, edges
+
+
+@each_dtype
+def test_filters_and_log_probabilities(fuselage, device, dtype):
+    hidden, weight = make(4, 2000, 96, dtype, device)
+    options = {"top_k": 50, "top_p": 0.9, "temperature": 1.5}
+    tokens, logprobs, filtered = (
+        t.cpu()
+        for t in fuselage.lm_head_sample(
+            hidden, weight, seed=5, num_samples=16, return_logprobs=True, **options
+        )
+    )
+    logits = exact_logits(hidden, weight)
+    for row in range(4):
+        keep = reference.allowed(logits[row], **options)
+        assert keep[tokens[row]].all()
+        p = reference.probabilities(logits[row], 1.5)
+        kept = torch.where(keep, p, 0.0)
+        assert (logprobs[row] - p[tokens[row]].log()).abs().max() < SLACK
+        assert (filtered[row] - (kept / kept.sum())[tokens[row]].log()).abs().max() < SLACK
+
+
+def test_at_temperature_zero_log_probabilities_are_zero(fuselage, device):
+    hidden, weight = make(3, 200, 32, torch.float32, device)
+    result = fuselage.lm_head_sample(hidden, weight, temperature=0.0, top_k=5, return_logprobs=True)
+    assert not result.logprobs.any() and not result.filtered_logprobs.any()
+
+
+@pytest.mark.kernels_ci
+def test_empties(fuselage, device):
+    weight = torch.randn(10, 4, device=device)
+    for options in ({}, {"top_k": 3}, {"return_logprobs": True}):
+        result = fuselage.lm_head_sample(weight[:0], weight, num_samples=3, **options)
+        tokens = result if isinstance(result, torch.Tensor) else result.tokens
+        assert tokens.shape == (0, 3) and tokens.dtype == torch.int64
+        result = fuselage.lm_head_sample(weight[:2], weight[:0], num_samples=3, **options)
+        tokens = result if isinstance(result, torch.Tensor) else result.tokens
+        assert tokens.tolist() == [[-1] * 3] * 2
+        result = fuselage.gumbel_sample(weight[:2, :0], **options)
+        tokens = result if isinstance(result, torch.Tensor) else result.tokens
+        assert tokens.tolist() == [[-1]] * 2
+    # No columns: all logits are zero.
+    tokens = fuselage.lm_head_sample(weight[:2, :0], weight[:, :0], seed=1)
+    zeros = torch.zeros(2, 10, device=device)
+    assert torch.equal(tokens, fuselage.gumbel_sample(zeros, seed=1))
+
+
+def test_large_and_small_temperatures(fuselage, device):
+    logits = torch.randn(2, 1000, device=device)
+    greedy = logits.argmax(1)
+    for temperature in (1e-45, 1e-38, 1e-30, 1e-6):
+        tokens = fuselage.gumbel_sample(logits, temperature=temperature, seed=1, top_p=0.9)
+        assert torch.equal(tokens[:, 0], greedy), temperature
+    hot = fuselage.gumbel_sample(logits, temperature=1e30, seed=1, num_samples=100)
+    flat = fuselage.gumbel_sample(torch.zeros_like(logits), seed=1, num_samples=100)
+    assert torch.equal(hot, flat)

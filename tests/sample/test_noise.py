@@ -1,0 +1,241 @@
+"""The noise: Philox, the Gumbel distribution to its tails, and what a draw depends on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import sample_reference as reference
+import torch
+
+# Counter, key and output of Random123's known answers for philox4x32-10.
+PI_COUNTER, PI_KEY = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+KNOWN_ANSWERS = [
+    ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (PI_COUNTER, PI_KEY, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+]
+
+# Indices whose word is the lowest and the greatest, and some near them, for seed and offset 0.
+EXTREMES = {
+    5992377491: 0,
+    3304761632: 2,
+    4501494404: 2,
+    1453024970: 2**32 - 3,
+    1117418819: 2**32 - 2,
+    6153212237: 2**32 - 1,
+    8098165446: 2**32 - 1,
+}
+
+
+def noise(fuselage, device, index: int, seed: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """The noise itself, one a row: the score of the only logit of a head, which is zero."""
+    batch = max(seed.shape[0], offset.shape[0])
+    hidden = torch.zeros(batch, 8, device=device)
+    return fuselage.lm_head_sample_shard(
+        hidden,
+        torch.zeros(1, 8, device=device),
+        vocab_offset=index,
+        seed=seed.to(device),
+        offset=offset.to(device, copy=True),
+    ).scores.cpu()
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize(("counter", "key", "output"), KNOWN_ANSWERS)
+def test_philox_of_the_reference_is_the_published_one(counter, key, output):
+    assert reference.philox(np.array(counter), np.array(key)).tolist() == list(output)
+
+
+@pytest.mark.kernels_ci
+def test_the_noise_is_that_of_the_published_generator(fuselage, device):
+    """Of the known answers' keys and counters, by way of seed, stream, offset and index."""
+    for counter, key, output in KNOWN_ANSWERS:
+        index = 4 * counter[0]
+        if index >= 2**34 or counter[1] != 0:
+            continue
+        seed = torch.tensor([key[1] << 32 | key[0]])
+        offset = torch.tensor([counter[3] << 32 | counter[2]])
+        for k, word in enumerate(output):
+            got = noise(fuselage, device, index + k, seed, offset).item()
+            assert got == pytest.approx(reference.gumbel(np.array([word]))[0], abs=1e-6)
+
+
+def test_the_noise_is_exact_in_both_tails(fuselage, device):
+    for index, word in EXTREMES.items():
+        words = reference.words(torch.tensor([index]), 0, 0)
+        assert words[0] == word
+        got = noise(fuselage, device, index, torch.tensor([0]), torch.tensor([0])).item()
+        assert got == pytest.approx(reference.gumbel(words)[0], rel=3e-7), hex(word)
+    lowest, highest = (
+        noise(fuselage, device, index, torch.tensor([0]), torch.tensor([0])).item()
+        for index in (5992377491, 6153212237)
+    )
+    assert lowest == pytest.approx(-np.log(33 * np.log(2)), rel=3e-7)
+    assert highest == pytest.approx(33 * np.log(2), rel=3e-7)
+
+
+@pytest.mark.kernels_ci
+def test_the_noise_is_the_float64_formula(fuselage, device):
+    seed = torch.randint(-(2**63), 2**63 - 1, (4096,))
+    offset = torch.randint(0, 2**63 - 1, (4096,))
+    for index in (0, 3, 151935, 2**33 + 1):
+        got = noise(fuselage, device, index, seed, offset)[:, 0].double()
+        words = [
+            reference.words(torch.tensor([index]), s, o)[0]
+            for s, o in zip(seed.tolist()[:512], offset.tolist()[:512])
+        ]
+        expected = torch.from_numpy(reference.gumbel(np.array(words)))
+        assert ((got[:512] - expected).abs() <= 3e-7 * expected.abs().clamp(min=1)).all()
+        assert abs(got.mean() - np.euler_gamma) < 6 * np.pi / np.sqrt(6 * 4096)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("vocab_offset", [0, 1, 6, 4099])
+@pytest.mark.parametrize("vocab", [1, 5, 64, 1003, 9001])
+def test_the_draw_is_that_of_the_float64_reference(fuselage, device, vocab, vocab_offset):
+    logits = 3 * torch.randn(3, vocab)
+    seed, offset = 2**61 + 12345, 2**35 + 7
+    got = fuselage.gumbel_sample(
+        logits.to(device),
+        temperature=0.7,
+        seed=torch.tensor([seed], device=device),
+        offset=torch.tensor([offset], device=device),
+        num_samples=5,
+        vocab_offset=vocab_offset,
+    ).cpu()
+    for row in range(3):
+        for sample in range(5):
+            scores = reference.scores(logits[row], 0.7, seed, offset, row, sample, vocab_offset)
+            chosen = scores[got[row, sample] - vocab_offset]
+            # Two scores that are equal in float32 may be in either order in float64.
+            assert chosen >= scores.max() - 2e-6, (row, sample)
+
+
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_gpu_draws_what_a_cpu_draws(fuselage, device, dtype):
+    for batch, vocab in ((1, 151936), (7, 9001), (64, 4096)):
+        logits = (4 * torch.randn(batch, vocab)).to(dtype)
+        for options in (
+            {},
+            {"top_k": 50},
+            {"top_p": 0.9},
+            {"min_p": 0.05},
+            {"top_k": 300, "top_p": 0.8, "min_p": 0.01, "temperature": 1.3},
+            {"temperature": 0.0},
+            {"vocab_offset": 3, "num_samples": 4},
+        ):
+            on_cpu = fuselage.gumbel_sample(logits, seed=5, return_logprobs=True, **options)
+            on_gpu = fuselage.gumbel_sample(
+                logits.to(device), seed=5, return_logprobs=True, **options
+            )
+            for a, b in zip(on_cpu, on_gpu, strict=True):
+                assert torch.equal(a, b.cpu()), options
+
+
+# Seeds, offsets and streams
+
+
+def draws(fuselage, logits, **options) -> list:
+    return fuselage.gumbel_sample(logits, num_samples=64, **options).tolist()
+
+
+@pytest.mark.kernels_ci
+def test_a_row_depends_on_its_own_key_alone(fuselage, device):
+    logits = torch.randn(6, 1000, device=device)
+    seeds = torch.randint(2**62, (6,), device=device)
+    offsets = torch.randint(2**62, (6,), device=device)
+    together = fuselage.gumbel_sample(logits, num_samples=8, seed=seeds, offset=offsets.clone())
+    order = [4, 1, 5]
+    some = fuselage.gumbel_sample(
+        logits[order], num_samples=8, seed=seeds[order], offset=offsets[order]
+    )
+    assert torch.equal(together[order], some)
+    one = fuselage.gumbel_sample(
+        logits[2:3], num_samples=3, seed=seeds[2:3].clone(), offset=offsets[2:3].clone()
+    )
+    assert torch.equal(together[2:3, :3], one)
+
+
+def test_rows_of_one_seed_have_streams_of_their_own(fuselage, device):
+    logits = torch.zeros(1, 1000, device=device).expand(64, -1)
+    tokens = fuselage.gumbel_sample(logits, seed=3)
+    assert len(tokens.unique()) > 40
+    same_seeds = torch.full((64,), 3, device=device)
+    assert len(fuselage.gumbel_sample(logits, seed=same_seeds).unique()) == 1
+
+
+def test_seed_offset_and_sample_change_the_draw(fuselage, device):
+    logits = torch.zeros(1, 100000, device=device)
+    first = draws(fuselage, logits, seed=1)
+    assert first == draws(fuselage, logits, seed=1)
+    assert len(set(first[0])) > 60
+    assert first != draws(fuselage, logits, seed=2)
+    assert first != draws(fuselage, logits, seed=1 + 2**32)
+    zero, one, far = (torch.tensor([n], device=device) for n in (0, 1, 2**32))
+    assert first == draws(fuselage, logits, seed=1, offset=zero)
+    assert first != draws(fuselage, logits, seed=1, offset=one)
+    assert first != draws(fuselage, logits, seed=1, offset=far)
+
+
+@pytest.mark.kernels_ci
+def test_the_offset_advances_where_it_is(fuselage, device):
+    logits = torch.randn(3, 257, device=device)
+    for size in (1, 3):
+        seed, offset = torch.arange(size, device=device), torch.arange(size, device=device) + 5
+        first = draws(fuselage, logits, seed=seed, offset=offset)
+        assert offset.tolist() == [6 + i for i in range(size)]
+        second = draws(fuselage, logits, seed=seed, offset=offset)
+        assert first != second
+        again = draws(fuselage, logits, seed=seed, offset=torch.arange(size, device=device) + 6)
+        assert second == again
+        head = torch.randn(16, 4, device=device)
+        fuselage.lm_head_sample(logits[:, :4], head, seed=seed, offset=offset)
+        fuselage.lm_head_sample_shard(logits[:, :4], head, seed=seed, offset=offset, vocab_offset=0)
+        fuselage.gumbel_sample(logits, seed=seed, offset=offset, top_k=3, return_logprobs=True)
+        assert offset.tolist() == [10 + i for i in range(size)]
+
+
+@pytest.mark.kernels_ci
+def test_the_default_never_repeats(fuselage, device):
+    logits = torch.zeros(1, 2**20, device=device)
+    tokens = [fuselage.gumbel_sample(logits).item() for _ in range(20)]
+    hidden, head = torch.zeros(1, 4, device=device), torch.zeros(2**18, 4, device=device)
+    tokens += [fuselage.lm_head_sample(hidden, head).item() for _ in range(5)]
+    assert len(set(tokens)) == 25
+
+
+def test_the_default_does_not_repeat_in_a_new_process_seed(fuselage, device):
+    torch.manual_seed(1)
+    logits = torch.zeros(1, 2**20, device=device)
+    first = fuselage.gumbel_sample(logits).item()
+    torch.manual_seed(1)
+    assert fuselage.gumbel_sample(logits).item() != first
+
+
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "return_logprobs": True}])
+def test_replays_of_a_cuda_graph_draw_anew(fuselage, device, options):
+    hidden, head = torch.randn(4, 64, device=device), torch.zeros(5000, 64, device=device)
+    seed, offset = torch.tensor([9], device=device), torch.tensor([0], device=device)
+
+    def call(offset):
+        results = fuselage.lm_head_sample(hidden, head, seed=seed, offset=offset, **options)
+        return results if isinstance(results, torch.Tensor) else results.tokens
+
+    expected = []
+    own = offset.clone()
+    for _ in range(4):
+        expected.append(call(own).tolist())
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call(offset.clone())
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = call(offset)
+    got = []
+    for _ in range(4):
+        graph.replay()
+        got.append(tokens.tolist())
+    assert got == expected and len({str(t) for t in got}) == 4
