@@ -639,6 +639,46 @@ def _rotary_samples(kernel, device):
 
 APPLY_ROTARY = rotary_operator("apply_rotary")
 
+
+# Sampling. Not among OPERATORS: tokens are no numbers to compare. tests/sample has its tests.
+
+
+def _sampling_samples(kernel, device):
+    """(op, arguments) of everything the family registers, for opcheck."""
+    ops = kernel.sampling.ops
+    hidden, weight = (normal((rows, 16), torch.bfloat16, device) for rows in (3, 50))
+    temperature = torch.ones(3, device=device)
+    for top_k, top_p, logprobs in ((None, None, False), (5, 0.9, True)):
+        seed, offset = (torch.tensor([n], device=device) for n in (3, 6))
+        noise = (seed, offset, temperature, 1.0)
+        filters = (None, top_k, None, top_p, None, None)
+        yield (
+            ops.lm_head_sample.default,
+            (hidden, weight, None, None, 5.0, *noise, *filters, 2, 0, logprobs),
+        )
+        yield (
+            ops.gumbel_sample.default,
+            (hidden @ weight.T, None, None, *noise, *filters, 2, 0, logprobs),
+        )
+        yield (
+            ops.lm_head_sample_shard.default,
+            (hidden, weight, None, None, None, *noise, 2, 0, logprobs),
+        )
+
+
+LM_HEAD_SAMPLE = Operator(
+    name="lm_head_sample",
+    make_inputs=None,
+    reference=None,
+    eager=None,
+    row_inputs=("hidden",),
+    vector_inputs=(),
+    outputs=("tokens",),
+    styles={},
+    samples=_sampling_samples,
+    has_eps=False,
+)
+
 OPERATORS = (
     RMS_NORM,
     FUSED_ADD_RMS_NORM,
@@ -656,4 +696,4 @@ OPERATORS = (
 )
 
 # Everything that has samples for opcheck.
-SAMPLED = tuple(op for op in (*OPERATORS, APPLY_ROTARY) if op.samples is not None)
+SAMPLED = tuple(op for op in (*OPERATORS, APPLY_ROTARY, LM_HEAD_SAMPLE) if op.samples is not None)

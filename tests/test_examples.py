@@ -76,6 +76,16 @@ def test_diffusers_ltx_video(fuselage):
     assert [line.split()[0] for line in output.splitlines()[-2:]] == ["eager", "fuselage"]
 
 
+def test_generate(fuselage):
+    pytest.importorskip("transformers")
+    sizes = ["--layers", "1", "--hidden", "128", "--vocab", "500", "--tokens", "6"]
+    output = run("generate.py", *sizes, "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01")
+    first, *times = output.splitlines()
+    tokens = first.split(":")[1].split()
+    assert len(tokens) == 6 and all(0 <= int(token) < 500 for token in tokens)
+    assert [line.split()[0] for line in times] == ["plain", "fuselage"]
+
+
 BROKEN = """
 import sys
 sys.path.insert(0, sys.argv[1])
