@@ -18,8 +18,8 @@ struct SampleFunctions {
   void (*draw)(const GumbelSample& p, const SampleRow* rows, SampleCandidate* candidates,
                int64_t begin, int64_t end);
   void (*hidden)(const LmHead& p, float* hidden, int64_t begin, int64_t end);
-  void (*logits)(const LmHead& p, const float* hidden, float* scratch, float* logits, int64_t begin,
-                 int64_t end);
+  void (*logits)(const LmHead& p, const float* hidden, float* scratch, float* logits,
+                 int64_t stride, int64_t begin, int64_t end);
   void (*head_draw)(const LmHead& p, const Draws& draws, const float* hidden, float* scratch,
                     SampleCandidate* candidates, int64_t begin, int64_t end);
 };
@@ -532,11 +532,11 @@ static void lm_head_piece_of(const LmHead& p, const float* hidden, float* scratc
 }
 
 static void lm_head_logits(const LmHead& p, const float* hidden, float* scratch, float* logits,
-                           int64_t begin, int64_t end) {
+                           int64_t stride, int64_t begin, int64_t end) {
   for (int64_t piece = begin; piece < end; ++piece) {
     const int64_t row = piece * kLmHeadPiece;
     const int64_t row_end = p.vocab - row < kLmHeadPiece ? p.vocab : row + kLmHeadPiece;
-    lm_head_piece_of(p, hidden, scratch, row, row_end, logits + row, p.vocab);
+    lm_head_piece_of(p, hidden, scratch, row, row_end, logits + row, stride);
   }
 }
 
@@ -588,8 +588,8 @@ void lm_head_hidden(const LmHead& p, float* hidden, int64_t begin, int64_t end) 
 }
 
 void lm_head_logits(const LmHead& p, const float* hidden, float* scratch, float* logits,
-                    int64_t begin, int64_t end) {
-  functions_of_this_cpu().logits(p, hidden, scratch, logits, begin, end);
+                    int64_t stride, int64_t begin, int64_t end) {
+  functions_of_this_cpu().logits(p, hidden, scratch, logits, stride, begin, end);
 }
 
 void lm_head_draw(const LmHead& p, const Draws& draws, const float* hidden, float* scratch,

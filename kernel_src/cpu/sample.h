@@ -48,7 +48,7 @@ int64_t lm_head_draw_scratch(const LmHead& p);
 // Pieces [begin, end) of lm_head_pieces(vocab).
 void lm_head_logits(const LmHead& p, const float* hidden, float* scratch,
                     float* logits,  // [batch, vocab]
-                    int64_t begin, int64_t end);
+                    int64_t stride, int64_t begin, int64_t end);
 void lm_head_draw(const LmHead& p, const Draws& draws, const float* hidden, float* scratch,
                   SampleCandidate* candidates,  // [batch, pieces, num_samples]
                   int64_t begin, int64_t end);

@@ -18,7 +18,8 @@ namespace {
 
 // What becomes of the logits: they are written, or drawn from.
 struct HeadOutput {
-  float* logits;          // [batch, vocab], or null
+  float* logits;  // [batch, vocab], or null
+  int64_t stride;
   Candidate* candidates;  // [batch, tiles, num_samples]
   int64_t tiles;
   Draws draws;
@@ -59,7 +60,7 @@ constexpr int kHeadSumsStride = kHeadRows + kHeadPad;
 __device__ __forceinline__ void write_logits(const LmHead& p, const HeadOutput& out,
                                              const float* sums, int64_t row, int64_t first,
                                              int count) {
-  float* logits = out.logits + row * p.vocab + first;
+  float* logits = out.logits + row * out.stride + first;
   for (int i = threadIdx.x % kWarpSize; i < count; i += kWarpSize)
     logits[i] = logit_of_sum(p, sums[i], first + i);
 }
@@ -482,8 +483,9 @@ const char* launch_head(const LmHead& p, const HeadOutput& out, gpuStream stream
 
 namespace gpu {
 
-const char* lm_head_logits(const LmHead& p, float* logits, int, void* stream) {
+const char* lm_head_logits(const LmHead& p, float* logits, int64_t stride, int, void* stream) {
   HeadOutput out{};
+  out.stride = stride;
   out.logits = logits;
   return launch_head(p, out, static_cast<gpuStream>(stream));
 }

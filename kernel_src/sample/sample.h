@@ -121,8 +121,9 @@ namespace gpu {
 int64_t gumbel_sample_workspace(const GumbelSample& p, int device);
 const char* gumbel_sample(const GumbelSample& p, int device, void* stream);
 
-// The logits themselves, float32 [batch, vocab] without gaps.
-const char* lm_head_logits(const LmHead& p, float* logits, int device, void* stream);
+// The logits themselves, [batch, vocab].
+const char* lm_head_logits(const LmHead& p, float* logits, int64_t stride, int device,
+                           void* stream);
 
 int64_t lm_head_sample_workspace(const LmHeadSample& p, int device);
 const char* lm_head_sample(const LmHeadSample& p, int device, void* stream);

@@ -249,12 +249,13 @@ void run_cpu(const LmHeadSample& p) {
   cpu::sample_finish(p.draws, p.results, nullptr, candidates.data(), pieces);
 }
 
-void logits_cpu(const LmHead& head, float* logits) {
+void logits_cpu(const LmHead& head, float* logits, int64_t stride) {
   const std::vector<float> hidden = float_hidden(head);
   in_parallel(cpu::lm_head_pieces(head.vocab), cpu::kLmHeadPiece * head.dim,
               [&](int64_t begin, int64_t end) {
                 std::vector<float> scratch(cpu::lm_head_logits_scratch(head));
-                cpu::lm_head_logits(head, hidden.data(), scratch.data(), logits, begin, end);
+                cpu::lm_head_logits(head, hidden.data(), scratch.data(), logits, stride, begin,
+                                    end);
               });
 }
 
@@ -282,17 +283,20 @@ void run(const char* op, LmHeadSample& p, const Tensor& x) {
 #endif
 }
 
+// Rows start on boundaries of 32 bytes, so that they are read as whole vectors.
 Tensor logits_of(const char* op, const LmHead& head, const Tensor& x) {
-  Tensor logits = empty_2d(head.batch, head.vocab, ScalarType::Float, x);
+  const int64_t stride = (head.vocab + 7) / 8 * 8;
+  Tensor logits = empty_2d(head.batch, stride, ScalarType::Float, x);
   if (logits.numel() == 0) return logits;
   if (x.is_cpu()) {
-    logits_cpu(head, floats_in(logits));
+    logits_cpu(head, floats_in(logits), stride);
     return logits;
   }
 #if defined(FUSELAGE_GPU)
   const int32_t device = x.get_device_index();
   const OnDevice on_device(device);
-  const char* error = gpu::lm_head_logits(head, floats_in(logits), device, on_device.stream());
+  const char* error =
+      gpu::lm_head_logits(head, floats_in(logits), stride, device, on_device.stream());
   FUSELAGE_CHECK(op, error == nullptr, error);
 #endif
   return logits;
@@ -311,7 +315,7 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
   p.filters = filters;
   p.logits = logits.const_data_ptr();
   p.dtype = DType::float32;
-  p.stride = head.vocab;
+  p.stride = logits.size(1);
   p.results = results;
   run(op, p, hidden);
 }
