@@ -8,7 +8,9 @@
 // The tile's logits are turned over in shared memory, and either written, or drawn from at once: a warp has a row of
 // the batch, a lane four logits of one block of Philox. Each tile leaves a candidate; a second kernel takes the best.
 //
-// Everything else, as float32 or float8, takes a kernel without tensor cores.
+// Weights of float8 become those of a half type on their way into the tensor cores, which is exact.
+//
+// Float32, and AMD GPUs, take a kernel without tensor cores.
 
 #include "sample/sample_device.h"
 #include "sample/sample_policy.h"
@@ -166,6 +168,12 @@ __device__ __forceinline__ void copy_or_zero(uint32_t shared, const void* global
                : "memory");
 }
 
+__device__ __forceinline__ void store_chunk(uint32_t shared, const uint32_t (&words)[4]) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
 // Starts the copy of a chunk of a row: columns [column, column + 8), of which those from dim on are zero.
 template <typename T, bool kAligned>
 __device__ __forceinline__ void copy_chunk(uint32_t shared, const T* row, int64_t column,
@@ -182,9 +190,7 @@ __device__ __forceinline__ void copy_chunk(uint32_t shared, const T* row, int64_
         words[k / 2] |= static_cast<uint32_t>(bits_as<uint16_t>(row[column + k])) << (k % 2 * 16);
       }
     }
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]),
-                 "r"(words[1]), "r"(words[2]), "r"(words[3])
-                 : "memory");
+    store_chunk(shared, words);
   }
 }
 
@@ -213,14 +219,70 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4
   }
 }
 
-constexpr int stage_bytes(int columns) { return (kHeadRows + columns) * kHeadStep * 2; }
+// Weights of float8 lie as they are, a step of 16 columns to a chunk.
 
-inline int head_shared_bytes(int columns) {
-  return std::max(head_stages(columns) * stage_bytes(columns),
+__device__ __forceinline__ uint32_t narrow_chunk_at(int row, int chunk) {
+  return static_cast<uint32_t>(row * kHeadStep + (chunk ^ (row / 2 % 4)) * 16);
+}
+
+// As copy_chunk, of 16 columns.
+template <bool kAligned>
+__device__ __forceinline__ void copy_narrow_chunk(uint32_t shared, const uint8_t* row,
+                                                  int64_t column, int64_t dim, bool inside) {
+  const int64_t left = inside ? dim - column : 0;
+  const int count = static_cast<int>(left < 0 ? 0 : left < 16 ? left : 16);
+  if constexpr (kAligned) {
+    copy_or_zero(shared, count > 0 ? row + column : row, count);
+  } else {
+    uint32_t words[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int k = 0; k < 16; ++k) {
+      if (k < count) words[k / 4] |= static_cast<uint32_t>(row[column + k]) << (k % 4 * 8);
+    }
+    store_chunk(shared, words);
+  }
+}
+
+__device__ __forceinline__ uint32_t load_pair(uint32_t shared) {
+  uint16_t pair;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(pair) : "r"(shared) : "memory");
+  return pair;
+}
+
+// Two numbers times a power of two.
+template <typename T>
+__device__ __forceinline__ uint32_t scale_pair(uint32_t pair, float scale) {
+  if constexpr (std::is_same_v<T, float16>) {
+    return bits_as<uint32_t>(__hmul2(bits_as<__half2>(pair), __float2half2_rn(scale)));
+  } else {
+    return bits_as<uint32_t>(__hmul2(bits_as<__nv_bfloat162>(pair), __float2bfloat162_rn(scale)));
+  }
+}
+
+// Two float8_e4m3 in the lower half of a word as two T, exactly: exponent and mantissa are moved into place, and a
+// multiplication corrects the exponent, subnormal or not.
+template <typename T>
+__device__ __forceinline__ uint32_t widened(uint32_t pair) {
+  constexpr bool kIsHalf = std::is_same_v<T, float16>;
+  const uint32_t apart = (pair & 0xffu) | (pair & 0xff00u) << 8;
+  const uint32_t magnitude = apart & 0x007f007fu;
+  const uint32_t nan = ((magnitude + 0x00010001u) >> 7 & 0x00010001u) * 0x7fffu;
+  const uint32_t moved = (apart & 0x00800080u) << 8 | magnitude << (kIsHalf ? 7 : 4);
+  return scale_pair<T>(moved, kIsHalf ? 256.0f : 1.329227995784916e36f) | nan;  // 2^8, 2^120
+}
+
+constexpr int weight_stage_bytes(bool narrow) { return kHeadRows * kHeadStep * (narrow ? 1 : 2); }
+
+constexpr int stage_bytes(int columns, bool narrow) {
+  return weight_stage_bytes(narrow) + columns * kHeadStep * 2;
+}
+
+inline int head_shared_bytes(int columns, bool narrow) {
+  return std::max(head_stages(columns) * stage_bytes(columns, narrow),
                   columns * kHeadSumsStride * static_cast<int>(sizeof(float)));
 }
 
-template <typename T, int kColumns, int kStages, bool kAligned>
+template <typename T, int kColumns, int kStages, bool kAligned, bool kNarrow>
 __global__ void __launch_bounds__(kHeadThreads, 2)
     head_kernel(const LmHead p, const HeadOutput out, const int batch_tiles) {
   extern __shared__ __align__(128) char shared_bytes[];
@@ -230,22 +292,30 @@ __global__ void __launch_bounds__(kHeadThreads, 2)
   const int64_t first = int64_t{blockIdx.x / batch_tiles} * kHeadRows;
   const int64_t first_row = int64_t{blockIdx.x % batch_tiles} * kColumns;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const T* weight = static_cast<const T*>(p.weight);
+  using W = std::conditional_t<kNarrow, uint8_t, T>;
+  constexpr int kStageBytes = stage_bytes(kColumns, kNarrow);
+  const W* weight = static_cast<const W*>(p.weight);
   const T* hidden = static_cast<const T*>(p.hidden);
   const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes));
   const int64_t steps = (p.dim + kHeadStep - 1) / kHeadStep;
 
   const auto start_stage = [&](int64_t step) {
     if (step < steps) {
-      const uint32_t stage = shared + static_cast<uint32_t>(step % kStages) * stage_bytes(kColumns);
+      const uint32_t stage = shared + static_cast<uint32_t>(step % kStages) * kStageBytes;
+      constexpr int kRowChunks = kNarrow ? kHeadChunks / 2 : kHeadChunks;
 #pragma unroll
-      for (int i = 0; i < kHeadRows * kHeadChunks / kHeadThreads; ++i) {
+      for (int i = 0; i < kHeadRows * kRowChunks / kHeadThreads; ++i) {
         const int slot = i * kHeadThreads + threadIdx.x;
-        const int row = slot / kHeadChunks, chunk = slot % kHeadChunks;
+        const int row = slot / kRowChunks, chunk = slot % kRowChunks;
         const bool inside = first + row < p.vocab;
-        copy_chunk<T, kAligned>(stage + chunk_at(row, chunk),
-                                weight + (inside ? first + row : first) * p.weight_stride,
-                                step * kHeadStep + chunk * 8, p.dim, inside);
+        const W* from = weight + (inside ? first + row : first) * p.weight_stride;
+        if constexpr (kNarrow) {
+          copy_narrow_chunk<kAligned>(stage + narrow_chunk_at(row, chunk), from,
+                                      step * kHeadStep + chunk * 16, p.dim, inside);
+        } else {
+          copy_chunk<T, kAligned>(stage + chunk_at(row, chunk), from, step * kHeadStep + chunk * 8,
+                                  p.dim, inside);
+        }
       }
       constexpr int kSlots = kColumns * kHeadChunks;
 #pragma unroll
@@ -254,7 +324,7 @@ __global__ void __launch_bounds__(kHeadThreads, 2)
         if (slot >= kSlots) break;
         const int row = slot / kHeadChunks, chunk = slot % kHeadChunks;
         const bool inside = first_row + row < p.batch;
-        copy_chunk<T, kAligned>(stage + kHeadRows * kHeadStep * 2 + chunk_at(row, chunk),
+        copy_chunk<T, kAligned>(stage + weight_stage_bytes(kNarrow) + chunk_at(row, chunk),
                                 hidden + (inside ? first_row + row : first_row) * p.hidden_stride,
                                 step * kHeadStep + chunk * 8, p.dim, inside);
       }
@@ -269,16 +339,25 @@ __global__ void __launch_bounds__(kHeadThreads, 2)
     async_copy_wait(kStages - 2);
     __syncthreads();
     start_stage(step + kStages - 1);
-    const uint32_t stage = shared + static_cast<uint32_t>(step % kStages) * stage_bytes(kColumns);
-    const uint32_t batch_stage = stage + kHeadRows * kHeadStep * 2;
+    const uint32_t stage = shared + static_cast<uint32_t>(step % kStages) * kStageBytes;
+    const uint32_t batch_stage = stage + weight_stage_bytes(kNarrow);
 #pragma unroll
     for (int k = 0; k < kHeadStep / 16; ++k) {
       // Of a: rows 0-7, rows 8-15, and both again eight columns on, as four matrices.
       uint32_t a[kFragments][4];
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
-        const int row = warp * kWarpRows + f * 16 + lane % 16;
-        load_matrices(stage + chunk_at(row, k * 2 + lane / 16), a[f]);
+        if constexpr (kNarrow) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int row = warp * kWarpRows + f * 16 + lane / 4 + i % 2 * 8;
+            a[f][i] =
+                widened<T>(load_pair(stage + narrow_chunk_at(row, k) + lane % 4 * 2 + i / 2 * 8));
+          }
+        } else {
+          const int row = warp * kWarpRows + f * 16 + lane % 16;
+          load_matrices(stage + chunk_at(row, k * 2 + lane / 16), a[f]);
+        }
       }
       if constexpr (kColumnFragments == 1) {
         // Both halves of this step's columns; the upper lanes' addresses are those of the lower ones again.
@@ -434,23 +513,24 @@ gpuError launch_plain(const LmHead& p, const HeadOutput& out, gpuStream stream) 
 }
 
 #if !defined(USE_ROCM)
-template <typename T>
+template <typename T, bool kNarrow>
 gpuError launch_tensor_cores(const LmHead& p, const HeadOutput& out, gpuStream stream) {
-  const bool aligned = aligned_rows(p.weight, p.weight_stride, p.dtype) &&
+  // Of float8, half as many bytes: twice the alignment of the same numbers in a half type.
+  const bool aligned = aligned_rows(p.weight, p.weight_stride, p.dtype, kNarrow ? 32 : 16) &&
                        aligned_rows(p.hidden, p.hidden_stride, p.dtype);
   const int columns = head_columns(p.batch);
   const int batch_tiles = static_cast<int>(ceil_div(p.batch, columns));
   const dim3 grid(static_cast<unsigned>(tiles_of(p) * batch_tiles));
   const auto run = [&](auto kernel) {
-    return gpu_launch(kernel, grid, dim3(kHeadThreads), head_shared_bytes(columns), 1, stream, p,
-                      out, batch_tiles);
+    return gpu_launch(kernel, grid, dim3(kHeadThreads), head_shared_bytes(columns, kNarrow), 1,
+                      stream, p, out, batch_tiles);
   };
   return with_bool(aligned, [&](auto is_aligned) {
     switch (columns) {
-      case 8: return run(&head_kernel<T, 8, head_stages(8), is_aligned>);
-      case 16: return run(&head_kernel<T, 16, head_stages(16), is_aligned>);
-      case 32: return run(&head_kernel<T, 32, head_stages(32), is_aligned>);
-      default: return run(&head_kernel<T, 64, head_stages(64), is_aligned>);
+      case 8: return run(&head_kernel<T, 8, head_stages(8), is_aligned, kNarrow>);
+      case 16: return run(&head_kernel<T, 16, head_stages(16), is_aligned, kNarrow>);
+      case 32: return run(&head_kernel<T, 32, head_stages(32), is_aligned, kNarrow>);
+      default: return run(&head_kernel<T, 64, head_stages(64), is_aligned, kNarrow>);
     }
   });
 }
@@ -458,11 +538,12 @@ gpuError launch_tensor_cores(const LmHead& p, const HeadOutput& out, gpuStream s
 
 template <typename T>
 gpuError launch_half(const LmHead& p, const HeadOutput& out, gpuStream stream) {
-  if (p.weight_type == WeightType::float8_e4m3) return launch_plain<T, Float8>(p, out, stream);
+  const bool narrow = p.weight_type == WeightType::float8_e4m3;
 #if defined(USE_ROCM)
-  return launch_plain<T, T>(p, out, stream);
+  return narrow ? launch_plain<T, Float8>(p, out, stream) : launch_plain<T, T>(p, out, stream);
 #else
-  return launch_tensor_cores<T>(p, out, stream);
+  return narrow ? launch_tensor_cores<T, true>(p, out, stream)
+                : launch_tensor_cores<T, false>(p, out, stream);
 #endif
 }
 
