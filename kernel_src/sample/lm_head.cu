@@ -518,7 +518,9 @@ gpuError launch_tensor_cores(const LmHead& p, const HeadOutput& out, gpuStream s
   // Of float8, half as many bytes: twice the alignment of the same numbers in a half type.
   const bool aligned = aligned_rows(p.weight, p.weight_stride, p.dtype, kNarrow ? 32 : 16) &&
                        aligned_rows(p.hidden, p.hidden_stride, p.dtype);
-  const int columns = head_columns(p.batch);
+  // Rows that are not aligned are read by the element, whatever the tile: two sizes do.
+  const int fitting = head_columns(p.batch);
+  const int columns = aligned ? fitting : fitting <= 16 ? 16 : 64;
   const int batch_tiles = static_cast<int>(ceil_div(p.batch, columns));
   const dim3 grid(static_cast<unsigned>(tiles_of(p) * batch_tiles));
   const auto run = [&](auto kernel) {
@@ -526,12 +528,12 @@ gpuError launch_tensor_cores(const LmHead& p, const HeadOutput& out, gpuStream s
                       stream, p, out, batch_tiles);
   };
   return with_bool(aligned, [&](auto is_aligned) {
-    switch (columns) {
-      case 8: return run(&head_kernel<T, 8, head_stages(8), is_aligned, kNarrow>);
-      case 16: return run(&head_kernel<T, 16, head_stages(16), is_aligned, kNarrow>);
-      case 32: return run(&head_kernel<T, 32, head_stages(32), is_aligned, kNarrow>);
-      default: return run(&head_kernel<T, 64, head_stages(64), is_aligned, kNarrow>);
+    if constexpr (is_aligned) {
+      if (columns == 8) return run(&head_kernel<T, 8, head_stages(8), true, kNarrow>);
+      if (columns == 32) return run(&head_kernel<T, 32, head_stages(32), true, kNarrow>);
     }
+    if (columns == 16) return run(&head_kernel<T, 16, head_stages(16), is_aligned, kNarrow>);
+    return run(&head_kernel<T, 64, head_stages(64), is_aligned, kNarrow>);
   });
 }
 #endif
