@@ -282,3 +282,31 @@ class QkNormRotary(ApplyRotary):
 
     benchmark_decode = benchmark_prompt = benchmark_training = fused
     verify_decode = verify_prompt = verify_training = reference
+
+
+class LmHeadSample(Benchmark):
+    """The head of Qwen3 8B. One token of each row is certain, so that every draw can be checked."""
+
+    seed = 20261121
+
+    def make(self, batch: int) -> None:
+        vocab, dim, lead = (151936, 4096, 60.0) if self.device != "cpu" else (32768, 1024, 60.0)
+        self.weight = torch.randn(vocab, dim, device=self.device, dtype=torch.bfloat16)
+        own = self.weight[torch.randint(vocab, (batch,), device=self.device)].float()
+        self.hidden = (own * (lead / own.square().sum(1, keepdim=True))).bfloat16()
+
+    def setup_one_row(self) -> None:
+        self.make(1)
+
+    def setup_batch(self) -> None:
+        self.make(64)
+
+    def fused(self) -> None:
+        self.out = self.kernel.lm_head_sample(self.hidden, self.weight)
+
+    def reference(self) -> torch.Tensor:
+        logits = (self.hidden @ self.weight.T).float()
+        return torch.multinomial(torch.softmax(logits, -1), 1)
+
+    benchmark_one_row = benchmark_batch = fused
+    verify_one_row = verify_batch = reference
