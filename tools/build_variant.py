@@ -88,6 +88,7 @@ def _best_match(capability: str, config: BuildConfig) -> str:
         arch.removesuffix("+PTX")
         for section in config.for_backend("cuda")
         for arch in section.archs
+        if arch.removesuffix("+PTX")[-1].isdigit()  # what is for one GPU alone comes with its number
     }
     major, minor = map(int, capability.split("."))
     runs = [

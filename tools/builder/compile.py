@@ -85,7 +85,11 @@ class Unit:
 
 
 def select_archs(section: Section, wanted: list[str] | None) -> list[str]:
-    """The architectures `section` is compiled for: all that it lists, or those of `wanted`."""
+    """The architectures `section` is compiled for: all that it lists, or those of `wanted`.
+
+    `9.0` stands for `9.0a`, too. A section without any of `wanted` is compiled for all of its own:
+    what calls its functions needs them, even on other GPUs.
+    """
     if not any(path.endswith(".cu") for path in section.sources):
         return []
     if not section.archs:
@@ -93,14 +97,21 @@ def select_archs(section: Section, wanted: list[str] | None) -> list[str]:
         raise BuildError(f"build.toml: [{section.name}] compiles .cu files but has no {key}")
     if wanted is None:
         return list(section.archs)
-    chosen = [arch for arch in section.archs if arch.removesuffix("+PTX") in wanted]
-    unknown = set(wanted) - {arch.removesuffix("+PTX") for arch in section.archs}
+    chosen = [arch for arch in section.archs if _is_wanted(arch, wanted)]
+    if all(arch.removesuffix("+PTX")[-1] in "af" for arch in section.archs):
+        return chosen or list(section.archs)
+    unknown = [arch for arch in wanted if not any(_is_wanted(own, [arch]) for own in section.archs)]
     if unknown:
         raise BuildError(
             f"{', '.join(sorted(unknown))}: not among the architectures of [{section.name}] in "
             f"build.toml ({', '.join(section.archs)})"
         )
     return chosen
+
+
+def _is_wanted(arch: str, wanted: list[str]) -> bool:
+    arch = arch.removesuffix("+PTX")
+    return arch in wanted or arch.rstrip("af") in wanted
 
 
 # The sources ask for this capability alone (common/gpu_compat.h).

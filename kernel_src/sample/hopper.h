@@ -1,0 +1,148 @@
+// What the pipelines of Hopper kernels are made of: mailboxes (mbarriers) between threads and the copy engine,
+// copies of tiles, and the order of matrix products. All addresses are of shared memory, as 32-bit numbers.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "common/gpu_compat.h"
+
+namespace fuselage {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- clusters ----
+
+__device__ __forceinline__ uint32_t rank_in_cluster() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Waits for all threads of all blocks of the cluster.
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
+// ---- registers ----
+
+// The registers of each thread of a warpgroup, all of which call this.
+template <int kCount>
+__device__ __forceinline__ void registers_take() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ __forceinline__ void registers_give_back() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+// ---- barriers ----
+
+__device__ __forceinline__ void barrier_create(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes created barriers known to the copy engine and to the other blocks of the cluster.
+__device__ __forceinline__ void barriers_created() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Waits until the phase of this parity is complete.
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Arrives, and says how many bytes the phase has to wait for.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// Arrives at the barrier that block `rank` of the cluster has at this address.
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+// ---- copies of tiles ----
+
+// How long the L2 cache should keep what a copy reads. NOTE: to evict first what is read once loses the other half
+// of the 256 bytes that a copy brings in, before the next copy asks for it.
+constexpr uint64_t kReadNormally = 0x1000000000000000;
+constexpr uint64_t kReadOften = 0x14f0000000000000;  // evict last
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// The tile of `map` that begins at (column, row). Outside of the matrix it is zero.
+__device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap& map, int column, int row,
+                                          uint32_t barrier, uint64_t keep) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(keep)
+      : "memory");
+}
+
+// The same to the same address in each block of the cluster that has a bit in `blocks`.
+__device__ __forceinline__ void copy_tile_to(uint32_t blocks, uint32_t to, const CUtensorMap& map,
+                                             int column, int row, uint32_t barrier, uint64_t keep) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<uint16_t>(blocks)), "l"(keep)
+      : "memory");
+}
+
+// ---- matrix products ----
+
+// A matrix in shared memory, in rows of 128 bytes, 8 of which are swizzled together.
+__device__ __forceinline__ uint64_t matrix_of(uint32_t address) {
+  return (uint64_t{address & 0x3ffffu} >> 4) | (uint64_t{1} << 16) | (uint64_t{64} << 32) |
+         (uint64_t{1} << 62);
+}
+
+__device__ __forceinline__ void products_begin() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void products_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most kLeft commits are not done.
+template <int kLeft>
+__device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+
+// NOTE: keeps the compiler from using the values before a wait that stands above.
+template <int kCount>
+__device__ __forceinline__ void hold(float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
+}
+
+}  // namespace fuselage

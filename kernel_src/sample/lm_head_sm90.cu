@@ -1,0 +1,902 @@
+// The draw from a language-model head on Hopper GPUs (see sample/sample.h), for float16 and bfloat16.
+//
+// The vocabulary is the rows of the matrix product, the batch its columns, and what is accumulated over the
+// depth never leaves the registers. A block has two warpgroups that multiply, of 64 rows each, and a warp that
+// keeps the copy engine busy: tiles of weight and hidden go through a ring of stages in shared memory. The blocks
+// of a cluster have rows of their own and share the tiles of hidden, of which each copies its part to all.
+//
+// Blocks are persistent and take the vocabulary in equal shares, in units of 16 rows: all end together.
+//
+// Noise: three more warps make what each logit's noise is at most, in four bits, while the products run. So of most
+// logits it takes a few instructions to see that they cannot win: the bound of their score is below the greatest score
+// of the row so far, which all blocks share. The others are queued, and scored exactly and without branches that diverge.
+//
+// A logit is accumulated in the order of the depth, whatever the batch and the tile. The greatest score, of
+// equals that of the lowest index, has no order. So a draw depends on neither.
+#include "sample/lm_head_sm90.h"
+
+#include <algorithm>
+
+#include "common/launch_policy.h"
+#include "sample/hopper.h"
+#include "sample/sample_device.h"
+#include "sample/wgmma.h"
+
+namespace fuselage {
+namespace gpu {
+namespace {
+
+// ---- the layout of a block ----
+
+constexpr int kGroupRows = 64;             // of a warpgroup's matrix product
+constexpr int kTileRows = 2 * kGroupRows;  // of a block
+constexpr int kUnitRows = 16;              // by which rows are shared out
+constexpr int kTileUnits = kTileRows / kUnitRows;
+constexpr int kDepth = 64;  // elements of a stage: rows of 128 bytes
+constexpr int kRowBytes = 128;
+constexpr int kMultiplyingWarps = 8;
+constexpr int kNoiseWarps = 3;
+constexpr int kNoiseThreads = 32 * kNoiseWarps;
+constexpr int kThreads = (kMultiplyingWarps + 1 + kNoiseWarps) * 32;
+constexpr int kMostStages = 12;
+constexpr int kQueue = 148;  // entries of a warp; one turn adds up to 128
+constexpr int kMostShared = 227 * 1024;
+
+// Of one column: what its noise is made with, and what its scores have to beat.
+struct Columns {
+  uint4* noise;      // key, stream, low word of the offset
+  uint32_t* offset;  // its high word
+  float* inverse;    // 1 / temperature
+  uint32_t* greedy;
+  float* least;              // [samples]: scores below this cannot win
+  unsigned long long* best;  // [samples]: key of the score, and the complement of the row
+};
+
+constexpr int columns_bytes(int columns, int samples) {
+  return columns * (16 + 4 + 4 + 4 + samples * 12);
+}
+
+// Of samples as many as leave room for the stages.
+constexpr int most_samples(int columns) { return columns >= 256 ? 1 : columns >= 64 ? 4 : 16; }
+
+constexpr int stage_bytes(int columns) { return (kTileRows + columns) * kRowBytes; }
+constexpr int noise_bytes(int columns) { return kTileRows / 4 * columns * 2; }
+constexpr int kQueueBytes = kMultiplyingWarps * kQueue * 8;
+constexpr int kBarrierBytes = (2 * kMostStages + 2) * 8;
+
+constexpr int fixed_bytes(int columns) {
+  return columns_bytes(columns, most_samples(columns)) + noise_bytes(columns) + kQueueBytes +
+         kBarrierBytes;
+}
+
+constexpr int stages_of(int columns) {
+  const int stages = (kMostShared - fixed_bytes(columns)) / stage_bytes(columns);
+  return stages < kMostStages ? stages : kMostStages;
+}
+
+constexpr int shared_bytes_of(int columns) {
+  return stages_of(columns) * stage_bytes(columns) + fixed_bytes(columns);
+}
+
+struct HeadDraw {
+  int vocab, batch;
+  int64_t vocab_offset;
+  int first_row;  // of the vocabulary, at most 0: blocks of four logits are counted over all shards
+  int units;      // of 16 rows, from first_row on
+  int steps;      // stages of the depth
+  int batch_start;  // rows of the batch before those of this launch
+  int num_samples;
+  Draws draws;
+  const void* bias;
+  DType bias_dtype;
+  float softcap;
+  float* logits;                   // [batch, vocab], only by lm_head_logits
+  unsigned long long* candidates;  // [blocks, num_samples, columns]
+  uint32_t* shared_least;  // [num_samples, columns]: keys of scores below which none can win
+};
+
+// ---- noise ----
+
+// What a word's noise is at most, in four bits: kLeastNoise + code * kNoiseStep. For the distance
+// d = (~word + 1/2) / 2^32 of its uniform from 1, the noise is at most -log(d). The bits of a float, as an integer, are
+// a logarithm that is too small by at most 0.0861; with 0x4b as the highest byte these bits are again a float.
+constexpr float kLeastNoise = 1.0f, kNoiseStep = 1.5f;
+constexpr float kMargin = 1e-3f;  // far more than rounding adds
+constexpr float kLog2 = 0.69314718055994531f;
+// Least certain noise of a word above 1/2 below the most, besides the step: log(2) as -log(1 - d) is more than d, and
+// the error of the logarithm. The greatest words, all of which have code 15, have more noise than kSureNoise.
+constexpr float kNoiseError = kLog2 * 1.0862f + 2.0f * kMargin;
+constexpr uint32_t kSureCode = 10;
+
+__device__ __forceinline__ uint32_t code_of(uint32_t word) {
+  // The 23 highest bits, as a number in [1, 2); their uniform is too great by less than 2^-23.
+  const float high = __uint_as_float((word >> 9) | 0x3f800000u);
+  const float distance = 1.99999988079071044921875f - high;
+  // 2^23 + 2^15 * (127 + log2(distance))
+  const float logarithm = __uint_as_float(__byte_perm(__float_as_uint(distance), 0x4bu, 0x4321));
+  constexpr float kSlope = -kLog2 / 32768.0f / kNoiseStep;
+  constexpr float kAtZero = (kLog2 * (127.0f + 256.0f) + kMargin - kLeastNoise) / kNoiseStep;
+  const float code = fminf(fmaxf(__fmaf_rn(logarithm, kSlope, kAtZero), 0.0f), 15.0f);
+  return __float_as_uint(__fadd_ru(code, 8388608.0f)) & 15u;
+}
+
+// Where a lane finds the codes of its row among those of a block of four, and what they stand for. They are not
+// moved: 0x4b as the highest byte makes a float of them as they are.
+struct Codes {
+  uint32_t mask;
+  float step, zero;
+
+  __device__ explicit Codes(int row_of_four) {
+    const int shift = 4 * row_of_four;
+    mask = 15u << shift;
+    step = kNoiseStep / static_cast<float>(1 << shift);
+    zero = kLeastNoise - 8388608.0f * step;
+  }
+  // The most noise there is.
+  __device__ float noise(uint32_t codes) const {
+    return __fmaf_rn(__uint_as_float((codes & mask) | 0x4b000000u), step, zero);
+  }
+};
+
+// The error of the approximate tanh is below 2^-10.
+__device__ __forceinline__ float approximate_softcap(float logit, float cap, float inverse) {
+  float result;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(logit * inverse));
+  return result * cap;
+}
+
+// Raises the float in shared memory to `value`, whatever the signs.
+__device__ __forceinline__ void raise(float* at, float value) {
+  value += 0.0f;
+  if (value >= 0.0f) {
+    atomicMax(reinterpret_cast<int*>(at), __float_as_int(value));
+  } else {
+    atomicMin(reinterpret_cast<unsigned int*>(at), __float_as_uint(value));
+  }
+}
+
+// Two floats of shared memory that other threads write to.
+__device__ __forceinline__ float2 read_again(const float* at) {
+  float2 value;
+  asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "r"(shared_address(at)));
+  return value;
+}
+
+// ---- the draw from a tile ----
+
+// Logits 4 * kAt to 4 * kAt + 3 of a thread. NOTE: `volatile` keeps these a branch, and not a choice of registers.
+template <int kAt, int kCount>
+__device__ __forceinline__ void take_four(const float (&logits)[kCount], float* four) {
+  if constexpr (4 * kAt < kCount) {
+    asm volatile("mov.b32 %0, %4; mov.b32 %1, %5; mov.b32 %2, %6; mov.b32 %3, %7;"
+                 : "=f"(four[0]), "=f"(four[1]), "=f"(four[2]), "=f"(four[3])
+                 : "f"(logits[4 * kAt]), "f"(logits[4 * kAt + 1]), "f"(logits[4 * kAt + 2]),
+                   "f"(logits[4 * kAt + 3]));
+  }
+}
+
+// Those of turn `turn`: registers have no run-time index, but a loop of that many turns is too long to be unrolled.
+template <int kCount>
+__device__ __forceinline__ void take_turn(const float (&logits)[kCount], int turn, float* taken) {
+#define FUSELAGE_TAKE(i) \
+  case i: take_four<i>(logits, taken); break;
+#define FUSELAGE_TAKE_8(i) \
+  FUSELAGE_TAKE(i)         \
+  FUSELAGE_TAKE(i + 1)     \
+  FUSELAGE_TAKE(i + 2)     \
+  FUSELAGE_TAKE(i + 3)     \
+  FUSELAGE_TAKE(i + 4)     \
+  FUSELAGE_TAKE(i + 5)     \
+  FUSELAGE_TAKE(i + 6)     \
+  FUSELAGE_TAKE(i + 7)
+  switch (turn) {
+    FUSELAGE_TAKE_8(0)
+    FUSELAGE_TAKE_8(8)
+    FUSELAGE_TAKE_8(16)
+    FUSELAGE_TAKE_8(24)
+  }
+#undef FUSELAGE_TAKE_8
+#undef FUSELAGE_TAKE
+}
+
+struct Queue {
+  float* logits;
+  uint32_t* places;  // row of the warp's 16, column
+};
+
+// Scores what is queued, a lane each. `row` is the first of the warp's rows.
+__device__ __forceinline__ void score_queued(const HeadDraw& p, const Columns& columns,
+                                             const Queue& queue, int count, int sample, int width,
+                                             int row, int lane) {
+  __syncwarp();
+#pragma unroll 1
+  for (int i = lane; i < count; i += 32) {
+    float logit = queue.logits[i];
+    const uint32_t place = queue.places[i];
+    const int column = place & 0xffffu, own_row = row + static_cast<int>(place >> 16);
+    if (p.softcap != 0.0f) logit = soft_capped<SampleMath>(logit, p.softcap);
+    float score = logit;
+    if (columns.greedy[column] == 0) {
+      const int64_t index = p.vocab_offset + own_row;
+      const uint4 key = columns.noise[column];
+      const PhiloxWords noise = philox(static_cast<uint32_t>(index >> 2), key.z + sample, key.w,
+                                       columns.offset[column], key.x, key.y);
+      const uint32_t even = index & 2 ? noise.words[2] : noise.words[0];
+      const uint32_t odd = index & 2 ? noise.words[3] : noise.words[1];
+      score =
+          __fmaf_rn(logit, columns.inverse[column], gumbel_of<SampleMath>(index & 1 ? odd : even));
+    }
+    float* least = columns.least + sample * width + column;
+    // Also false for what is no number.
+    if (score > -INFINITY && score >= *least) {
+      const unsigned long long key = static_cast<unsigned long long>(key_of<SampleMath>(score))
+                                         << 32 |
+                                     ~static_cast<uint32_t>(own_row);
+      atomicMax(columns.best + sample * width + column, key);
+      raise(least, score);
+    }
+  }
+  __syncwarp();
+}
+
+struct SoftCap {
+  float cap, inverse, error;
+};
+
+// What bounds the scores of four logits: rows lane / 4 and 8 more, and two columns.
+struct Bounds {
+  float logits[4], noise[4], scores[4];
+  float2 inverse, beat;
+};
+
+// `codes` and `least` of the first of the columns, and of the first of the rows.
+template <int kColumns, bool kCapped>
+__device__ __forceinline__ Bounds bounds_of(const float* four, const uint16_t* codes,
+                                            const float* inverse, const float* least,
+                                            const Codes& decode, const SoftCap& softcap) {
+  Bounds bounds;
+  const uint32_t upper = *reinterpret_cast<const uint32_t*>(codes);
+  const uint32_t lower = *reinterpret_cast<const uint32_t*>(codes + 2 * kColumns);
+  bounds.inverse = *reinterpret_cast<const float2*>(inverse);
+  bounds.beat = read_again(least);
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    float logit = four[t];
+    if (kCapped) logit = approximate_softcap(logit, softcap.cap, softcap.inverse) + softcap.error;
+    bounds.logits[t] = logit;
+    bounds.noise[t] = decode.noise((t & 2 ? lower : upper) >> (t & 1 ? 16 : 0));
+    bounds.scores[t] =
+        __fmaf_rn(logit, t & 1 ? bounds.inverse.y : bounds.inverse.x, bounds.noise[t]);
+  }
+  return bounds;
+}
+
+// `logits`: the fragment of a thread, of rows lane / 4 and 8 more and of two columns in each eight. `row` is the
+// first of the warp's rows, and `codes` those of its first four rows.
+template <int kColumns, bool kCapped>
+__device__ __forceinline__ void draw(const HeadDraw& p, const Columns& columns, const Queue& queue,
+                                     const uint16_t* codes, const float (&logits)[kColumns / 2],
+                                     int row, int sample, bool first_tile, int lane) {
+  constexpr int kTurns = kColumns / 8;
+  const int own_column = 2 * (lane & 3);
+  const Codes decode((lane >> 2) & 3);
+  const SoftCap softcap{p.softcap, kCapped ? 1.0f / p.softcap : 0.0f, p.softcap * (1.0f / 1024)};
+  const uint32_t below = (1u << lane) - 1;
+  float* least = columns.least + sample * kColumns;
+  // Of the first turn.
+  const uint16_t* own_codes = codes + (lane >> 4) * kColumns + own_column;
+  const float* own_inverse = columns.inverse + own_column;
+  float* own_least = least + own_column;
+
+  // Without a score to beat, all logits would be queued: first a lower bound of the greatest scores.
+  if (first_tile) {
+#pragma unroll 1
+    for (int turn = 0; turn < kTurns; ++turn) {
+      float four[4];
+      take_turn(logits, turn, four);
+      const int column = 8 * turn + own_column;
+      const Bounds bounds =
+          bounds_of<kColumns, kCapped>(four, own_codes + 8 * turn, own_inverse + 8 * turn,
+                                       own_least + 8 * turn, decode, softcap);
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        const bool greedy = columns.greedy[column + t] != 0;
+        const float inverse = t == 0 ? bounds.inverse.x : bounds.inverse.y;
+        float most = -INFINITY;
+#pragma unroll
+        for (int i = t; i < 4; i += 2) {
+          constexpr float kSureNoise = kLeastNoise + kSureCode * kNoiseStep;
+          const float sure = fminf(bounds.noise[i], kSureNoise) - kNoiseStep - kNoiseError;
+          const float score =
+              __fmaf_rn(bounds.logits[i] - 2.0f * softcap.error, inverse, greedy ? 0.0f : sure);
+          // Of what rows that are not there hold, NaN, fmaxf gives the other.
+          if (greedy || bounds.noise[i] > kLeastNoise) most = fmaxf(most, score);
+        }
+        if (most > (t == 0 ? bounds.beat.x : bounds.beat.y)) raise(least + column + t, most);
+      }
+    }
+    __syncwarp();
+  }
+
+  // Which turns have a logit that could win.
+  uint32_t turns = 0;
+  const auto try_turn = [&](const float* four, int turn) {
+    const Bounds bounds = bounds_of<kColumns, kCapped>(
+        four, own_codes + 8 * turn, own_inverse + 8 * turn, own_least + 8 * turn, decode, softcap);
+    const bool wins = bounds.scores[0] >= bounds.beat.x || bounds.scores[1] >= bounds.beat.y ||
+                      bounds.scores[2] >= bounds.beat.x || bounds.scores[3] >= bounds.beat.y;
+    if (wins) turns |= 1u << turn;
+  };
+  if (kCapped) {
+#pragma unroll 1
+    for (int turn = 0; turn < kTurns; ++turn) {
+      float four[4];
+      take_turn(logits, turn, four);
+      try_turn(four, turn);
+    }
+  } else {
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) try_turn(logits + 4 * turn, turn);
+  }
+  turns = __reduce_or_sync(0xffffffffu, turns);
+
+  int count = 0;
+#pragma unroll 1
+  while (true) {
+    if (turns == 0 || count > kQueue - 128) {
+      if (count != 0) score_queued(p, columns, queue, count, sample, kColumns, row, lane);
+      count = 0;
+      if (turns == 0) break;
+    }
+    const int turn = __ffs(turns) - 1;
+    turns &= turns - 1;
+    float four[4];
+    take_turn(logits, turn, four);
+    const int column = 8 * turn + own_column;
+    const Bounds bounds = bounds_of<kColumns, kCapped>(
+        four, own_codes + 8 * turn, own_inverse + 8 * turn, own_least + 8 * turn, decode, softcap);
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const bool wins = bounds.scores[t] >= (t & 1 ? bounds.beat.y : bounds.beat.x);
+      const uint32_t winners = __ballot_sync(0xffffffffu, wins);
+      if (wins) {
+        const int at = count + __popc(winners & below);
+        queue.logits[at] = four[t];
+        queue.places[at] =
+            ((lane >> 2) + 8 * (t >> 1)) << 16 | static_cast<uint32_t>(column + (t & 1));
+      }
+      count += __popc(winners);
+    }
+  }
+}
+
+// Makes the codes of a tile whose first row is `row`, for the blocks of four rows there are.
+template <int kColumns>
+__device__ __forceinline__ void make_noise(const HeadDraw& p, const Columns& columns,
+                                           uint16_t* codes, int row, int rows, int sample,
+                                           int thread) {
+  const uint32_t block = static_cast<uint32_t>((p.vocab_offset + row) >> 2);
+#pragma unroll 1
+  for (int i = thread; i < rows / 4 * kColumns; i += kNoiseThreads) {
+    const int column = i % kColumns;
+    const uint4 key = columns.noise[column];
+    const PhiloxWords noise =
+        philox(block + i / kColumns, key.z + sample, key.w, columns.offset[column], key.x, key.y);
+    codes[i] = static_cast<uint16_t>(code_of(noise.words[0]) | code_of(noise.words[1]) << 4 |
+                                     code_of(noise.words[2]) << 8 | code_of(noise.words[3]) << 12);
+  }
+}
+
+// Exchanges what scores have to beat with the other blocks: late news only cost time.
+__device__ __forceinline__ void share_least(const HeadDraw& p, const Columns& columns, int sample,
+                                            int width, int thread) {
+  for (int column = thread; column < p.batch; column += kNoiseThreads) {
+    float* own = columns.least + sample * width + column;
+    uint32_t* all = p.shared_least + sample * width + column;
+    const uint32_t key = key_of<SampleMath>(*const_cast<volatile float*>(own));
+    const uint32_t greatest = *const_cast<volatile uint32_t*>(all);
+    if (greatest > key) raise(own, value_of_key<SampleMath>(greatest));
+    if (greatest < key) atomicMax(all, key);
+  }
+}
+
+__device__ __forceinline__ float bias_at(const void* bias, DType dtype, int row) {
+  if (dtype == DType::float32) return static_cast<const float*>(bias)[row];
+  if (dtype == DType::bfloat16) {
+    return __bfloat162float(static_cast<const __nv_bfloat16*>(bias)[row]);
+  }
+  return __half2float(static_cast<const __half*>(bias)[row]);
+}
+
+// ---- the kernel ----
+
+template <typename T, int kColumns, int kCluster>
+__global__ void __launch_bounds__(kThreads, 1)
+    lm_head_kernel(const __grid_constant__ CUtensorMap weight_tile,  // 128 rows
+                   const __grid_constant__ CUtensorMap weight_unit,  // 16 rows
+                   const __grid_constant__ CUtensorMap hidden_tile,  // kColumns / kCluster rows
+                   const __grid_constant__ HeadDraw p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr int kStages = stages_of(kColumns);
+  constexpr int kStageBytes = stage_bytes(kColumns);
+  constexpr int kSamples = most_samples(kColumns);
+  extern __shared__ __align__(1024) char shared[];
+  const uint32_t stages = shared_address(shared);
+  Columns columns;
+  columns.noise = reinterpret_cast<uint4*>(shared + kStages * kStageBytes);
+  columns.best = reinterpret_cast<unsigned long long*>(columns.noise + kColumns);
+  columns.least = reinterpret_cast<float*>(columns.best + kSamples * kColumns);
+  columns.inverse = columns.least + kSamples * kColumns;
+  columns.offset = reinterpret_cast<uint32_t*>(columns.inverse + kColumns);
+  columns.greedy = columns.offset + kColumns;
+  uint16_t* codes =
+      reinterpret_cast<uint16_t*>(columns.greedy + kColumns);  // [blocks of 4 rows, columns]
+  uint32_t* queues = reinterpret_cast<uint32_t*>(codes) + noise_bytes(kColumns) / 4;
+  const uint32_t full = shared_address(queues + kQueueBytes / 4);  // [stages] by copies
+  const uint32_t empty = full + kMostStages * 8;                   // [stages] by all that read it
+  const uint32_t noise_full = empty + kMostStages * 8, noise_empty = noise_full + 8;
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rank = kCluster > 1 ? static_cast<int>(rank_in_cluster()) : 0;
+  const int cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
+
+  if (threadIdx.x == 0) {
+    prefetch_map(weight_tile);
+    prefetch_map(weight_unit);
+    prefetch_map(hidden_tile);
+    for (int i = 0; i < kStages; ++i) {
+      barrier_create(full + 8 * i, 1);
+      barrier_create(empty + 8 * i, kMultiplyingWarps * kCluster);
+    }
+    barrier_create(noise_full, kNoiseWarps);
+    barrier_create(noise_empty, kMultiplyingWarps);
+    barriers_created();
+    if (stages % 1024 != 0) __trap();  // the swizzle goes by address
+  }
+  if (p.logits == nullptr) {
+    for (int column = threadIdx.x; column < kColumns; column += kThreads) {
+      const bool present = column < p.batch;
+      const int64_t row = p.batch_start + (present ? column : 0);
+      const NoiseKey key = key_of_row(p.draws, row);
+      const Heat heat = heat_of(p.draws, row);
+      columns.noise[column] = make_uint4(key.key[0], key.key[1], key.stream, key.offset[0]);
+      columns.offset[column] = key.offset[1];
+      columns.inverse[column] = heat.inv_temperature;
+      columns.greedy[column] = heat.greedy;
+      for (int sample = 0; sample < p.num_samples; ++sample) {
+        columns.least[sample * kColumns + column] = present ? -INFINITY : INFINITY;
+        columns.best[sample * kColumns + column] = 0;
+      }
+    }
+  }
+  __syncthreads();
+  if (kCluster > 1) cluster_barrier();
+
+  const int first_unit = static_cast<int>(int64_t{p.units} * cluster / clusters);
+  const int end_unit = static_cast<int>(int64_t{p.units} * (cluster + 1) / clusters);
+  int stage = 0;
+  uint32_t phase = 0;
+
+  if (warp >= kMultiplyingWarps) {
+    registers_give_back<40>();
+    if (warp == kMultiplyingWarps && lane == 0) {
+      for (int unit = first_unit; unit < end_unit; unit += kTileUnits * kCluster) {
+        const int units = min(kTileUnits * kCluster, end_unit - unit);
+        const int begin = units * rank / kCluster, own = units * (rank + 1) / kCluster - begin;
+        const int row = p.first_row + (unit + begin) * kUnitRows;
+        const uint32_t bytes = own * (kUnitRows * kRowBytes) + kColumns * kRowBytes;
+        for (int step = 0; step < p.steps; ++step) {
+          const uint32_t weight = stages + stage * kStageBytes;
+          const uint32_t hidden = weight + kTileRows * kRowBytes;
+          barrier_wait(empty + 8 * stage, phase ^ 1);
+          barrier_expect(full + 8 * stage, bytes);
+          if (own == kTileUnits) {
+            copy_tile(weight, weight_tile, step * kDepth, row, full + 8 * stage, kReadNormally);
+          } else {
+            for (int i = 0; i < own; ++i) {
+              copy_tile(weight + i * kUnitRows * kRowBytes, weight_unit, step * kDepth,
+                        row + i * kUnitRows, full + 8 * stage, kReadNormally);
+            }
+          }
+          if (kCluster > 1) {
+            constexpr int kPart = kColumns / kCluster;
+            copy_tile_to((1u << kCluster) - 1, hidden + rank * kPart * kRowBytes, hidden_tile,
+                         step * kDepth, rank * kPart, full + 8 * stage, kReadOften);
+          } else {
+            copy_tile(hidden, hidden_tile, step * kDepth, 0, full + 8 * stage, kReadOften);
+          }
+          if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+          }
+        }
+      }
+    }
+    if (warp > kMultiplyingWarps && p.logits == nullptr) {
+      const int thread = threadIdx.x - 32 * (kMultiplyingWarps + 1);
+      wait_for_kernel_before();  // that has set shared_least
+      for (int unit = first_unit; unit < end_unit; unit += kTileUnits * kCluster) {
+        const int units = min(kTileUnits * kCluster, end_unit - unit);
+        const int begin = units * rank / kCluster, own = units * (rank + 1) / kCluster - begin;
+        const int row = p.first_row + (unit + begin) * kUnitRows;
+        for (int sample = 0; sample < p.num_samples; ++sample) {
+          barrier_wait(noise_empty, phase ^ 1);
+          share_least(p, columns, sample, kColumns, thread);
+          make_noise<kColumns>(p, columns, codes, row, own * kUnitRows, sample, thread);
+          share_least(p, columns, sample, kColumns, thread);
+          __syncwarp();
+          if (lane == 0) barrier_arrive(noise_full, rank);
+          phase ^= 1;
+        }
+      }
+    }
+  } else {
+    registers_take<232>();
+    uint32_t* own_queue = queues + warp * kQueue * 2;
+    const Queue queue{reinterpret_cast<float*>(own_queue), own_queue + kQueue};
+    const int group = warp / 4;
+    uint32_t noise_phase = 0;
+    for (int unit = first_unit; unit < end_unit; unit += kTileUnits * kCluster) {
+      const int units = min(kTileUnits * kCluster, end_unit - unit);
+      const int begin = units * rank / kCluster, own = units * (rank + 1) / kCluster - begin;
+      float logits[kColumns / 2];
+      for (int step = 0; step < p.steps; ++step) {
+        const uint64_t weight =
+            matrix_of(stages + stage * kStageBytes + group * kGroupRows * kRowBytes);
+        const uint64_t hidden = matrix_of(stages + stage * kStageBytes + kTileRows * kRowBytes);
+        barrier_wait(full + 8 * stage, phase);
+        products_begin();
+#pragma unroll
+        for (int k = 0; k < kDepth / 16; ++k) {
+          Wgmma<T, kColumns>::run(logits, weight + 2 * k, hidden + 2 * k, step > 0 || k > 0);
+        }
+        products_commit();
+        if (step > 0) {
+          products_wait<1>();
+          if (lane < kCluster)
+            barrier_arrive(empty + 8 * (stage == 0 ? kStages - 1 : stage - 1), lane);
+        }
+        if (++stage == kStages) {
+          stage = 0;
+          phase ^= 1;
+        }
+      }
+      products_wait<0>();
+      if (lane < kCluster) barrier_arrive(empty + 8 * (stage == 0 ? kStages - 1 : stage - 1), lane);
+      hold(logits);
+
+      // The rows of this warp, and those of them that are there.
+      const int row = p.first_row + (unit + begin) * kUnitRows + warp * kUnitRows;
+      const int upper = row + (lane >> 2), lower = upper + 8;
+      const bool has_upper = upper >= 0 && upper < p.vocab,
+                 has_lower = lower >= 0 && lower < p.vocab;
+      if (p.bias != nullptr) {
+        const float upper_bias =
+            has_upper && warp < own ? bias_at(p.bias, p.bias_dtype, upper) : 0.0f;
+        const float lower_bias =
+            has_lower && warp < own ? bias_at(p.bias, p.bias_dtype, lower) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; ++i) logits[i] += i & 2 ? lower_bias : upper_bias;
+      }
+      if (p.logits != nullptr) {
+#pragma unroll 1
+        for (int turn = 0; turn < kColumns / 8 && warp < own; ++turn) {
+          float taken[4];
+          take_turn(logits, turn, taken);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int column = 8 * turn + 2 * (lane & 3) + (i & 1);
+            if (column < p.batch && (i & 2 ? has_lower : has_upper)) {
+              p.logits[(int64_t{p.batch_start} + column) * p.vocab + (i & 2 ? lower : upper)] =
+                  p.softcap != 0.0f ? soft_capped<SampleMath>(taken[i], p.softcap) : taken[i];
+            }
+          }
+        }
+        continue;
+      }
+      if (warp < own && (row < 0 || row + kUnitRows > p.vocab)) {
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; ++i) {
+          if (!(i & 2 ? has_lower : has_upper)) logits[i] = NAN;
+        }
+      }
+      for (int sample = 0; sample < p.num_samples; ++sample) {
+        barrier_wait(noise_full, noise_phase);
+        noise_phase ^= 1;
+        if (warp < own) {
+          const uint16_t* own_codes = codes + warp * (kUnitRows / 4) * kColumns;
+          if (p.softcap == 0.0f) {
+            draw<kColumns, false>(p, columns, queue, own_codes, logits, row, sample,
+                                  unit == first_unit, lane);
+          } else {
+            draw<kColumns, true>(p, columns, queue, own_codes, logits, row, sample,
+                                 unit == first_unit, lane);
+          }
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(noise_empty, rank);
+      }
+    }
+  }
+  __syncthreads();
+  if (p.logits == nullptr) {
+    for (int i = threadIdx.x; i < p.num_samples * kColumns; i += kThreads) {
+      p.candidates[int64_t{blockIdx.x} * p.num_samples * kColumns + i] = columns.best[i];
+    }
+    let_kernel_after_start();
+  }
+  // A block's memory is written to by the others as long as they run.
+  if (kCluster > 1) cluster_barrier();
+#endif
+}
+
+// NOTE: the kernel that follows may start at once. All that was launched before is done then.
+__global__ void clear_kernel(uint32_t* values, int count) {
+  let_kernel_after_start();
+  for (int i = threadIdx.x; i < count; i += blockDim.x) values[i] = 0;
+}
+
+struct Finish {
+  const unsigned long long* candidates;  // [blocks, num_samples, columns]
+  int blocks, columns, batch, num_samples, batch_start;
+  int64_t vocab_offset;
+  int64_t* tokens;
+  float* scores;
+  int64_t* offsets;  // to be advanced, or null
+  bool offset_per_row;
+};
+
+constexpr int kHeadFinishThreads = 128;
+
+// A warp for each token.
+__global__ void __launch_bounds__(kHeadFinishThreads) head_finish_kernel(Finish p) {
+  const int i = blockIdx.x * (kHeadFinishThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+  wait_for_kernel_before();
+  if (i >= p.batch * p.num_samples) return;
+  const int b = i / p.num_samples, sample = i % p.num_samples;
+  unsigned long long best = 0;
+  for (int block = lane; block < p.blocks; block += 32) {
+    const unsigned long long key =
+        p.candidates[(int64_t{block} * p.num_samples + sample) * p.columns + b];
+    best = key > best ? key : best;
+  }
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) {
+    const unsigned long long other = __shfl_xor_sync(0xffffffffu, best, mask);
+    best = other > best ? other : best;
+  }
+  if (lane == 0) {
+    if (p.offsets != nullptr && sample == 0 && (p.offset_per_row || b == 0)) {
+      ++p.offsets[p.offset_per_row ? p.batch_start + b : 0];
+    }
+    const int64_t at = int64_t{p.batch_start + b} * p.num_samples + sample;
+    const bool none = best == 0;
+    p.tokens[at] = none ? -1 : p.vocab_offset + static_cast<uint32_t>(~best);
+    if (p.scores != nullptr) {
+      p.scores[at] = none ? -INFINITY : value_of_key<SampleMath>(static_cast<uint32_t>(best >> 32));
+    }
+  }
+}
+
+// launchers
+
+// The columns of a launch for `batch` rows: the least that has room for them.
+int columns_of(int64_t batch) {
+  for (const int columns : {8, 16, 32, 64, 128}) {
+    if (batch <= columns) return columns;
+  }
+  return 256;
+}
+
+// The most columns that leave room for what is kept of each sample; 0 if there are too many samples. It may not depend
+// on the batch, nor may whether this kernel serves: a row's draw does not.
+constexpr int most_columns(int num_samples) {
+  return num_samples <= most_samples(256)   ? 256
+         : num_samples <= most_samples(128) ? 128
+         : num_samples <= most_samples(32)  ? 32
+                                            : 0;
+}
+
+constexpr int cluster_of(int columns) { return columns <= 32 ? 1 : 2; }
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
+                                 const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's function, without linking to the driver; null if it has none.
+EncodeTiled encode_tiled() {
+  static const EncodeTiled function = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult status = cudaDriverEntryPointSymbolNotFound;
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
+                                         &status) != cudaSuccess ||
+        status != cudaDriverEntryPointSuccess) {
+      static_cast<void>(cudaGetLastError());
+      found = nullptr;
+    }
+    return reinterpret_cast<EncodeTiled>(found);
+  }();
+  return function;
+}
+
+// Tiles of `tile_rows` rows of a matrix [rows, dim].
+bool encode(CUtensorMap* map, const void* data, DType dtype, int64_t rows, int64_t dim,
+            int64_t stride, int tile_rows) {
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(dim), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride) * 2};
+  const cuuint32_t tile[2] = {kDepth, static_cast<cuuint32_t>(tile_rows)};
+  const cuuint32_t steps[2] = {1, 1};
+  return encode_tiled()(map,
+                        dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                        2, const_cast<void*>(data), sizes, strides, tile, steps,
+                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+int64_t stride_of(int64_t stride, int64_t rows, int64_t dim) {
+  return rows <= 1 ? ceil_div(dim, 8) * 8 : stride;  // of a single row it may be anything
+}
+
+int blocks_for(const DeviceInfo& device, int64_t units, int cluster) {
+  const int64_t clusters = std::min<int64_t>(device.multiprocessors / cluster,
+                                             std::max<int64_t>(ceil_div(units, cluster), 1));
+  return static_cast<int>(clusters) * cluster;
+}
+
+template <typename T, int kColumns, int kCluster>
+const char* launch(const LmHead& head, HeadDraw p, int blocks, gpuStream stream) {
+  CUtensorMap weight_tile, weight_unit, hidden_tile;
+  const int64_t weight_stride = stride_of(head.weight_stride, head.vocab, head.dim);
+  const int64_t hidden_stride = stride_of(head.hidden_stride, head.batch, head.dim);
+  const char* hidden =
+      static_cast<const char*>(head.hidden) + int64_t{p.batch_start} * hidden_stride * 2;
+  if (!encode(&weight_tile, head.weight, head.dtype, head.vocab, head.dim, weight_stride,
+              kTileRows) ||
+      !encode(&weight_unit, head.weight, head.dtype, head.vocab, head.dim, weight_stride,
+              kUnitRows) ||
+      !encode(&hidden_tile, hidden, head.dtype, p.batch, head.dim, hidden_stride,
+              kColumns / kCluster)) {
+    return "cuTensorMapEncodeTiled failed";
+  }
+  static_assert(shared_bytes_of(kColumns) <= kMostShared, "the stages leave room for the rest");
+  const auto kernel = lm_head_kernel<T, kColumns, kCluster>;
+  gpuError error = gpu_allow_shared_bytes(kernel, shared_bytes_of(kColumns));
+  if (error != gpuSuccess) return message_of(gpu_launched(error));
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {kCluster, 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared_bytes_of(kColumns);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = p.logits == nullptr ? 2 : 1;
+  if (p.logits == nullptr) {
+    error = gpu_launch(clear_kernel, dim3(1), dim3(256), 0, 1, stream, p.shared_least,
+                       p.num_samples * kColumns);
+    if (error != gpuSuccess) return message_of(error);
+  }
+  return message_of(
+      gpu_launched(cudaLaunchKernelEx(&config, kernel, weight_tile, weight_unit, hidden_tile, p)));
+}
+
+template <typename T>
+const char* launch_columns(int columns, const LmHead& head, const HeadDraw& p, int blocks,
+                           gpuStream stream) {
+  switch (columns) {
+    case 8: return launch<T, 8, cluster_of(8)>(head, p, blocks, stream);
+    case 16: return launch<T, 16, cluster_of(16)>(head, p, blocks, stream);
+    case 32: return launch<T, 32, cluster_of(32)>(head, p, blocks, stream);
+    case 64: return launch<T, 64, cluster_of(64)>(head, p, blocks, stream);
+    case 128: return launch<T, 128, cluster_of(128)>(head, p, blocks, stream);
+    default: return launch<T, 256, cluster_of(256)>(head, p, blocks, stream);
+  }
+}
+
+// Launches for as many rows of the batch as fit, and what comes after each.
+template <typename After>
+const char* for_each_launch(const LmHead& head, HeadDraw p, int device, gpuStream stream,
+                            After after) {
+  const DeviceInfo& info = device_info(device);
+  p.vocab = static_cast<int>(head.vocab);
+  p.first_row = -static_cast<int>(p.vocab_offset & 3);
+  p.units = static_cast<int>(ceil_div(head.vocab - p.first_row, kUnitRows));
+  p.steps = static_cast<int>(ceil_div(head.dim, kDepth));
+  p.bias = head.bias;
+  p.bias_dtype = head.bias_dtype;
+  p.softcap = head.softcap;
+  const int most = most_columns(p.num_samples);
+  for (int64_t start = 0; start < head.batch; start += most) {
+    p.batch_start = static_cast<int>(start);
+    p.batch = static_cast<int>(std::min<int64_t>(head.batch - start, most));
+    const int columns = columns_of(p.batch);
+    const int blocks = blocks_for(info, p.units, cluster_of(columns));
+    const char* error = head.dtype == DType::bfloat16
+                            ? launch_columns<__nv_bfloat16>(columns, head, p, blocks, stream)
+                            : launch_columns<__half>(columns, head, p, blocks, stream);
+    if (error == nullptr) error = after(p, columns, blocks);
+    if (error != nullptr) return error;
+  }
+  return nullptr;
+}
+
+// Columns and samples of the greatest launch, and those of all blocks.
+int64_t entries_of(const LmHeadSample& p) {
+  const int most = most_columns(p.draws.num_samples);
+  return int64_t{columns_of(std::min<int64_t>(p.head.batch, most))} * p.draws.num_samples;
+}
+int64_t candidates_of(const LmHeadSample& p, int device) {
+  return entries_of(p) * device_info(device).multiprocessors;
+}
+
+}  // namespace
+
+bool lm_head_sm90_serves(const LmHead& p, int device) {
+  const auto in_place = [](const void* data, int64_t stride, int64_t rows) {
+    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && (rows <= 1 || stride % 8 == 0);
+  };
+  return device_info(device).compute_capability == 90 && p.dtype != DType::float32 &&
+         p.weight_type == WeightType::as_hidden && p.weight_scale == nullptr && p.dim >= 1 &&
+         p.vocab >= 1 && p.batch >= 1 && p.vocab < (int64_t{1} << 31) - 1024 &&
+         p.batch < (int64_t{1} << 31) - 1024 && in_place(p.hidden, p.hidden_stride, p.batch) &&
+         in_place(p.weight, p.weight_stride, p.vocab) && encode_tiled() != nullptr;
+}
+
+bool lm_head_sm90_serves(const LmHeadSample& p, int device) {
+  return most_columns(p.draws.num_samples) > 0 && !p.results.needs_sums() &&
+         p.results.logits == nullptr && lm_head_sm90_serves(p.head, device);
+}
+
+int64_t lm_head_sample_sm90_workspace(const LmHeadSample& p, int device) {
+  return candidates_of(p, device) * 8 + entries_of(p) * 4;
+}
+
+const char* lm_head_sample_sm90(const LmHeadSample& p, int device, void* stream) {
+  HeadDraw draw{};
+  draw.vocab_offset = p.draws.vocab_offset;
+  draw.num_samples = p.draws.num_samples;
+  draw.draws = p.draws;
+  draw.candidates = static_cast<unsigned long long*>(p.workspace);
+  draw.shared_least = reinterpret_cast<uint32_t*>(draw.candidates + candidates_of(p, device));
+  const gpuStream on = static_cast<gpuStream>(stream);
+  return for_each_launch(
+      p.head, draw, device, on, [&](const HeadDraw& launched, int columns, int blocks) {
+        Finish finish{};
+        finish.candidates = launched.candidates;
+        finish.blocks = blocks;
+        finish.columns = columns;
+        finish.batch = launched.batch;
+        finish.num_samples = launched.num_samples;
+        finish.batch_start = launched.batch_start;
+        finish.vocab_offset = launched.vocab_offset;
+        finish.tokens = p.results.tokens;
+        finish.scores = p.results.scores;
+        // One for all rows is read by all launches.
+        const bool last = launched.batch_start + launched.batch == p.head.batch;
+        finish.offset_per_row = p.draws.offset_per_row;
+        finish.offsets = p.draws.offset_per_row || last ? p.draws.offsets : nullptr;
+        const int64_t warps = int64_t{launched.batch} * launched.num_samples;
+        return message_of(
+            gpu_launch_after(head_finish_kernel,
+                             dim3(static_cast<unsigned>(ceil_div(warps, kHeadFinishThreads / 32))),
+                             dim3(kHeadFinishThreads), on, finish));
+      });
+}
+
+const char* lm_head_logits_sm90(const LmHead& p, float* logits, int device, void* stream) {
+  HeadDraw draw{};
+  draw.logits = logits;
+  return for_each_launch(p, draw, device, static_cast<gpuStream>(stream),
+                         [](const HeadDraw&, int, int) -> const char* { return nullptr; });
+}
+
+}  // namespace gpu
+}  // namespace fuselage
