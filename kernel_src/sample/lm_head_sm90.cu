@@ -39,7 +39,7 @@ constexpr int kNoiseWarps = 3;
 constexpr int kNoiseThreads = 32 * kNoiseWarps;
 constexpr int kThreads = (kMultiplyingWarps + 1 + kNoiseWarps) * 32;
 constexpr int kMostStages = 12;
-constexpr int kQueue = 148;  // entries of a warp; one turn adds up to 128
+constexpr int kQueue = 140;  // entries of a warp; one turn adds up to 128
 constexpr int kMostShared = 227 * 1024;
 
 // Of one column: what its noise is made with, and what its scores have to beat.
@@ -77,6 +77,9 @@ constexpr int stages_of(int columns) {
 constexpr int shared_bytes_of(int columns) {
   return stages_of(columns) * stage_bytes(columns) + fixed_bytes(columns);
 }
+
+static_assert(stages_of(256) == 4 && stages_of(128) == 6,
+              "three stages are too few to hide latency");
 
 struct HeadDraw {
   int vocab, batch;
