@@ -12,6 +12,9 @@
 //
 // Float32, and AMD GPUs, take a kernel without tensor cores.
 
+#if !defined(USE_ROCM)
+#include "sample/lm_head_sm90.h"
+#endif
 #include "sample/sample_device.h"
 #include "sample/sample_policy.h"
 
@@ -566,19 +569,30 @@ const char* launch_head(const LmHead& p, const HeadOutput& out, gpuStream stream
 
 namespace gpu {
 
-const char* lm_head_logits(const LmHead& p, float* logits, int64_t stride, int, void* stream) {
+const char* lm_head_logits(const LmHead& p, float* logits, int64_t stride, int device,
+                           void* stream) {
+#if !defined(USE_ROCM)
+  if (lm_head_sm90_serves(p, device))
+    return lm_head_logits_sm90(p, logits, stride, device, stream);
+#endif
   HeadOutput out{};
   out.stride = stride;
   out.logits = logits;
   return launch_head(p, out, static_cast<gpuStream>(stream));
 }
 
-int64_t lm_head_sample_workspace(const LmHeadSample& p, int) {
+int64_t lm_head_sample_workspace(const LmHeadSample& p, int device) {
+#if !defined(USE_ROCM)
+  if (lm_head_sm90_serves(p, device)) return lm_head_sample_sm90_workspace(p, device);
+#endif
   return p.head.batch * tiles_of(p.head) * p.draws.num_samples *
          static_cast<int64_t>(sizeof(Candidate));
 }
 
-const char* lm_head_sample(const LmHeadSample& p, int, void* stream) {
+const char* lm_head_sample(const LmHeadSample& p, int device, void* stream) {
+#if !defined(USE_ROCM)
+  if (lm_head_sm90_serves(p, device)) return lm_head_sample_sm90(p, device, stream);
+#endif
   if (p.draws.batch * p.draws.num_samples >= int64_t{1} << 31)
     return "the batch has too many rows for one launch";
   HeadOutput out{};
