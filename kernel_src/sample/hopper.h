@@ -74,13 +74,18 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
                : "memory");
 }
 
-// Arrives at the barrier that block `rank` of the cluster has at this address.
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t rank) {
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives at the barrier that block `rank` of the cluster has at this address. NOTE: not `.release.cluster`, which
+// waits for all of the thread's memory accesses, half a microsecond: this only says that products are done reading.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t rank, uint32_t barrier) {
   asm volatile(
       "{\n"
       ".reg .b32 there;\n"
       "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
       "}" ::"r"(barrier),
       "r"(rank)
       : "memory");
@@ -88,9 +93,8 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t rank) 
 
 // ---- copies of tiles ----
 
-// How long the L2 cache should keep what a copy reads. NOTE: to evict first what is read once loses the other half
-// of the 256 bytes that a copy brings in, before the next copy asks for it.
-constexpr uint64_t kReadNormally = 0x1000000000000000;
+// How long the L2 cache should keep what a copy reads.
+constexpr uint64_t kReadOnce = 0x12f0000000000000;   // evict first
 constexpr uint64_t kReadOften = 0x14f0000000000000;  // evict last
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {

@@ -572,8 +572,7 @@ namespace gpu {
 const char* lm_head_logits(const LmHead& p, float* logits, int64_t stride, int device,
                            void* stream) {
 #if !defined(USE_ROCM)
-  if (lm_head_sm90_serves(p, device))
-    return lm_head_logits_sm90(p, logits, stride, device, stream);
+  if (lm_head_sm90_serves(p, device)) return lm_head_logits_sm90(p, logits, stride, device, stream);
 #endif
   HeadOutput out{};
   out.stride = stride;

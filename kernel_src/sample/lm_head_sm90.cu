@@ -5,7 +5,8 @@
 // keeps the copy engine busy: tiles of weight and hidden go through a ring of stages in shared memory. The blocks
 // of a cluster have rows of their own and share the tiles of hidden, of which each copies its part to all.
 //
-// Blocks are persistent and take the vocabulary in equal shares, in units of 16 rows: all end together.
+// Blocks are persistent. The vocabulary is cut into tiles that differ by at most 16 rows, as many for each block: all
+// end together.
 //
 // Noise: three more warps make what each logit's noise is at most, in four bits, while the products run. So of most
 // logits it takes a few instructions to see that they cannot win: the bound of their score is below the greatest score
@@ -30,7 +31,7 @@ namespace {
 
 constexpr int kGroupRows = 64;             // of a warpgroup's matrix product
 constexpr int kTileRows = 2 * kGroupRows;  // of a block
-constexpr int kUnitRows = 16;              // by which rows are shared out
+constexpr int kUnitRows = 16;              // by which tiles differ, four blocks of noise
 constexpr int kTileUnits = kTileRows / kUnitRows;
 constexpr int kDepth = 64;  // elements of a stage: rows of 128 bytes
 constexpr int kRowBytes = 128;
@@ -38,6 +39,9 @@ constexpr int kMultiplyingWarps = 8;
 constexpr int kNoiseWarps = 3;
 constexpr int kNoiseThreads = 32 * kNoiseWarps;
 constexpr int kThreads = (kMultiplyingWarps + 1 + kNoiseWarps) * 32;
+// What the others give back is all there is to take: more is waited for without end.
+constexpr int kMultiplyingRegisters = 216, kOtherRegisters = 72;
+static_assert(2 * kMultiplyingRegisters + kOtherRegisters == 3 * 168, "of 65536 for 384 threads");
 constexpr int kMostStages = 12;
 constexpr int kQueue = 140;  // entries of a warp; one turn adds up to 128
 constexpr int kMostShared = 227 * 1024;
@@ -86,6 +90,7 @@ struct HeadDraw {
   int64_t vocab_offset;
   int first_row;  // of the vocabulary, at most 0: blocks of four logits are counted over all shards
   int units;      // of 16 rows, from first_row on
+  int tiles;      // as many for each block
   int steps;      // stages of the depth
   int batch_start;  // rows of the batch before those of this launch
   int num_samples;
@@ -93,34 +98,45 @@ struct HeadDraw {
   const void* bias;
   DType bias_dtype;
   float softcap;
-  float* logits;                   // [batch, vocab], only by lm_head_logits
+  float* logits;  // [batch, vocab], only by lm_head_logits
+  int64_t logits_stride;
   unsigned long long* candidates;  // [blocks, num_samples, columns]
   uint32_t* shared_least;  // [num_samples, columns]: keys of scores below which none can win
 };
 
 // ---- noise ----
 
-// What a word's noise is at most, in four bits: kLeastNoise + code * kNoiseStep. For the distance
-// d = (~word + 1/2) / 2^32 of its uniform from 1, the noise is at most -log(d). The bits of a float, as an integer, are
-// a logarithm that is too small by at most 0.0861; with 0x4b as the highest byte these bits are again a float.
-constexpr float kLeastNoise = 1.0f, kNoiseStep = 1.5f;
-constexpr float kMargin = 1e-3f;  // far more than rounding adds
+// What a word's noise is at most, in four bits: code * kNoiseStep. For the distance d = (~word + 1/2) / 2^32 of its
+// uniform from 1, the noise is at most -log(d). The bits of a float, as an integer, are a logarithm that is too small by
+// at most 0.0861; with 0x4b as the highest byte these bits are again a float.
+//
+// NOTE: 2^23 * kNoiseStep and kAtZero are integers: they are added where a float's last place is 1.
+constexpr float kNoiseStep = 1.5625f;
 constexpr float kLog2 = 0.69314718055994531f;
+constexpr float kAtZero = 170.0f;
+static_assert(kAtZero * kNoiseStep >= kLog2 * (127 + 256) + 1e-3f, "an upper bound");
+static_assert(15 * kNoiseStep > 22.9f, "of all noise");
 // Least certain noise of a word above 1/2 below the most, besides the step: log(2) as -log(1 - d) is more than d, and
-// the error of the logarithm. The greatest words, all of which have code 15, have more noise than kSureNoise.
-constexpr float kNoiseError = kLog2 * 1.0862f + 2.0f * kMargin;
-constexpr uint32_t kSureCode = 10;
+// the errors of the logarithm and of kAtZero. The greatest words, all of which have code 15, have more than kSureNoise.
+constexpr float kNoiseError = kLog2 * 1.0862f + kAtZero * kNoiseStep - kLog2 * (127 + 256);
+constexpr float kSureNoise = 10 * kNoiseStep;
 
+// A float whose lowest byte is the word's code.
 __device__ __forceinline__ uint32_t code_of(uint32_t word) {
-  // The 23 highest bits, as a number in [1, 2); their uniform is too great by less than 2^-23.
+  // The 23 highest bits, as a number in [1, 2): this distance is too small by less than 2^-23.
   const float high = __uint_as_float((word >> 9) | 0x3f800000u);
   const float distance = 1.99999988079071044921875f - high;
   // 2^23 + 2^15 * (127 + log2(distance))
   const float logarithm = __uint_as_float(__byte_perm(__float_as_uint(distance), 0x4bu, 0x4321));
   constexpr float kSlope = -kLog2 / 32768.0f / kNoiseStep;
-  constexpr float kAtZero = (kLog2 * (127.0f + 256.0f) + kMargin - kLeastNoise) / kNoiseStep;
-  const float code = fminf(fmaxf(__fmaf_rn(logarithm, kSlope, kAtZero), 0.0f), 15.0f);
-  return __float_as_uint(__fadd_ru(code, 8388608.0f)) & 15u;
+  return __float_as_uint(
+      fminf(__fmaf_ru(logarithm, kSlope, kAtZero + 8388608.0f), 15.0f + 8388608.0f));
+}
+
+// The codes of the four words of a block. NOTE: only the lowest bytes of what is added have any bit in 16.
+__device__ __forceinline__ uint16_t codes_of(const PhiloxWords& noise) {
+  return static_cast<uint16_t>(code_of(noise.words[0]) + 16 * code_of(noise.words[1]) +
+                               256 * code_of(noise.words[2]) + 4096 * code_of(noise.words[3]));
 }
 
 // Where a lane finds the codes of its row among those of a block of four, and what they stand for. They are not
@@ -133,7 +149,7 @@ struct Codes {
     const int shift = 4 * row_of_four;
     mask = 15u << shift;
     step = kNoiseStep / static_cast<float>(1 << shift);
-    zero = kLeastNoise - 8388608.0f * step;
+    zero = -8388608.0f * step;
   }
   // The most noise there is.
   __device__ float noise(uint32_t codes) const {
@@ -310,12 +326,11 @@ __device__ __forceinline__ void draw(const HeadDraw& p, const Columns& columns, 
         float most = -INFINITY;
 #pragma unroll
         for (int i = t; i < 4; i += 2) {
-          constexpr float kSureNoise = kLeastNoise + kSureCode * kNoiseStep;
           const float sure = fminf(bounds.noise[i], kSureNoise) - kNoiseStep - kNoiseError;
           const float score =
               __fmaf_rn(bounds.logits[i] - 2.0f * softcap.error, inverse, greedy ? 0.0f : sure);
           // Of what rows that are not there hold, NaN, fmaxf gives the other.
-          if (greedy || bounds.noise[i] > kLeastNoise) most = fmaxf(most, score);
+          if (greedy || bounds.noise[i] > kNoiseStep) most = fmaxf(most, score);
         }
         if (most > (t == 0 ? bounds.beat.x : bounds.beat.y)) raise(least + column + t, most);
       }
@@ -375,20 +390,25 @@ __device__ __forceinline__ void draw(const HeadDraw& p, const Columns& columns, 
   }
 }
 
-// Makes the codes of a tile whose first row is `row`, for the blocks of four rows there are.
+// Makes the codes of a tile of so many units, whose first row is `row`.
 template <int kColumns>
 __device__ __forceinline__ void make_noise(const HeadDraw& p, const Columns& columns,
-                                           uint16_t* codes, int row, int rows, int sample,
+                                           uint16_t* codes, int row, int units, int sample,
                                            int thread) {
   const uint32_t block = static_cast<uint32_t>((p.vocab_offset + row) >> 2);
+  // Four blocks at once: one waits for its own results most of the time.
 #pragma unroll 1
-  for (int i = thread; i < rows / 4 * kColumns; i += kNoiseThreads) {
-    const int column = i % kColumns;
+  for (int i = thread; i < units * kColumns; i += kNoiseThreads) {
+    const int column = i % kColumns, first = i / kColumns * 4;
     const uint4 key = columns.noise[column];
-    const PhiloxWords noise =
-        philox(block + i / kColumns, key.z + sample, key.w, columns.offset[column], key.x, key.y);
-    codes[i] = static_cast<uint16_t>(code_of(noise.words[0]) | code_of(noise.words[1]) << 4 |
-                                     code_of(noise.words[2]) << 8 | code_of(noise.words[3]) << 12);
+    const uint32_t high = columns.offset[column];
+    PhiloxWords noise[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      noise[k] = philox(block + first + k, key.z + sample, key.w, high, key.x, key.y);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) codes[(first + k) * kColumns + column] = codes_of(noise[k]);
   }
 }
 
@@ -413,12 +433,34 @@ __device__ __forceinline__ float bias_at(const void* bias, DType dtype, int row)
   return __half2float(static_cast<const __half*>(bias)[row]);
 }
 
+// Tells the producers of all blocks of the cluster that a warp's products have read a stage.
+template <int kCluster>
+__device__ __forceinline__ void free_stage(uint32_t empty, int lane) {
+  if (kCluster == 1) {
+    if (lane == 0) barrier_arrive(empty);
+  } else if (lane < kCluster) {
+    barrier_arrive_at(lane, empty);
+  }
+}
+
+struct Tile {
+  int row;    // its first
+  int units;  // of rows
+};
+
+// NOTE: as whole multiples of `tiles` on both sides, so that nothing overflows.
+__device__ __forceinline__ Tile tile_of(const HeadDraw& p, int number) {
+  const int each = p.units / p.tiles, more = p.units % p.tiles;
+  const int unit = number * each + min(number, more);
+  return {p.first_row + unit * kUnitRows, each + (number < more ? 1 : 0)};
+}
+
 // ---- the kernel ----
 
 template <typename T, int kColumns, int kCluster>
 __global__ void __launch_bounds__(kThreads, 1)
-    lm_head_kernel(const __grid_constant__ CUtensorMap weight_tile,  // 128 rows
-                   const __grid_constant__ CUtensorMap weight_unit,  // 16 rows
+    lm_head_kernel(const __grid_constant__ CUtensorMap weight_more,  // the rows of greater tiles
+                   const __grid_constant__ CUtensorMap weight_less,  // 16 fewer
                    const __grid_constant__ CUtensorMap hidden_tile,  // kColumns / kCluster rows
                    const __grid_constant__ HeadDraw p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -443,11 +485,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = kCluster > 1 ? static_cast<int>(rank_in_cluster()) : 0;
-  const int cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
 
   if (threadIdx.x == 0) {
-    prefetch_map(weight_tile);
-    prefetch_map(weight_unit);
+    prefetch_map(weight_more);
+    prefetch_map(weight_less);
     prefetch_map(hidden_tile);
     for (int i = 0; i < kStages; ++i) {
       barrier_create(full + 8 * i, 1);
@@ -477,31 +518,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (kCluster > 1) cluster_barrier();
 
-  const int first_unit = static_cast<int>(int64_t{p.units} * cluster / clusters);
-  const int end_unit = static_cast<int>(int64_t{p.units} * (cluster + 1) / clusters);
+  // All blocks of a cluster have as many tiles.
+  const int most_units = (p.units + p.tiles - 1) / p.tiles;
   int stage = 0;
   uint32_t phase = 0;
 
   if (warp >= kMultiplyingWarps) {
-    registers_give_back<40>();
+    registers_give_back<kOtherRegisters>();
     if (warp == kMultiplyingWarps && lane == 0) {
-      for (int unit = first_unit; unit < end_unit; unit += kTileUnits * kCluster) {
-        const int units = min(kTileUnits * kCluster, end_unit - unit);
-        const int begin = units * rank / kCluster, own = units * (rank + 1) / kCluster - begin;
-        const int row = p.first_row + (unit + begin) * kUnitRows;
-        const uint32_t bytes = own * (kUnitRows * kRowBytes) + kColumns * kRowBytes;
+      for (int number = blockIdx.x; number < p.tiles; number += gridDim.x) {
+        const Tile tile = tile_of(p, number);
+
+        const uint32_t bytes = tile.units * (kUnitRows * kRowBytes) + kColumns * kRowBytes;
         for (int step = 0; step < p.steps; ++step) {
           const uint32_t weight = stages + stage * kStageBytes;
           const uint32_t hidden = weight + kTileRows * kRowBytes;
           barrier_wait(empty + 8 * stage, phase ^ 1);
           barrier_expect(full + 8 * stage, bytes);
-          if (own == kTileUnits) {
-            copy_tile(weight, weight_tile, step * kDepth, row, full + 8 * stage, kReadNormally);
-          } else {
-            for (int i = 0; i < own; ++i) {
-              copy_tile(weight + i * kUnitRows * kRowBytes, weight_unit, step * kDepth,
-                        row + i * kUnitRows, full + 8 * stage, kReadNormally);
-            }
+          if (tile.units != 0) {
+            copy_tile(weight, tile.units == most_units ? weight_more : weight_less, step * kDepth,
+                      tile.row, full + 8 * stage, kReadOnce);
           }
           if (kCluster > 1) {
             constexpr int kPart = kColumns / kCluster;
@@ -520,30 +556,28 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp > kMultiplyingWarps && p.logits == nullptr) {
       const int thread = threadIdx.x - 32 * (kMultiplyingWarps + 1);
       wait_for_kernel_before();  // that has set shared_least
-      for (int unit = first_unit; unit < end_unit; unit += kTileUnits * kCluster) {
-        const int units = min(kTileUnits * kCluster, end_unit - unit);
-        const int begin = units * rank / kCluster, own = units * (rank + 1) / kCluster - begin;
-        const int row = p.first_row + (unit + begin) * kUnitRows;
+      for (int number = blockIdx.x; number < p.tiles; number += gridDim.x) {
+        const Tile tile = tile_of(p, number);
+
         for (int sample = 0; sample < p.num_samples; ++sample) {
           barrier_wait(noise_empty, phase ^ 1);
           share_least(p, columns, sample, kColumns, thread);
-          make_noise<kColumns>(p, columns, codes, row, own * kUnitRows, sample, thread);
+          make_noise<kColumns>(p, columns, codes, tile.row, tile.units, sample, thread);
           share_least(p, columns, sample, kColumns, thread);
           __syncwarp();
-          if (lane == 0) barrier_arrive(noise_full, rank);
+          if (lane == 0) barrier_arrive(noise_full);
           phase ^= 1;
         }
       }
     }
   } else {
-    registers_take<232>();
+    registers_take<kMultiplyingRegisters>();
     uint32_t* own_queue = queues + warp * kQueue * 2;
     const Queue queue{reinterpret_cast<float*>(own_queue), own_queue + kQueue};
     const int group = warp / 4;
     uint32_t noise_phase = 0;
-    for (int unit = first_unit; unit < end_unit; unit += kTileUnits * kCluster) {
-      const int units = min(kTileUnits * kCluster, end_unit - unit);
-      const int begin = units * rank / kCluster, own = units * (rank + 1) / kCluster - begin;
+    for (int number = blockIdx.x; number < p.tiles; number += gridDim.x) {
+      const Tile tile = tile_of(p, number);
       float logits[kColumns / 2];
       for (int step = 0; step < p.steps; ++step) {
         const uint64_t weight =
@@ -558,8 +592,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         products_commit();
         if (step > 0) {
           products_wait<1>();
-          if (lane < kCluster)
-            barrier_arrive(empty + 8 * (stage == 0 ? kStages - 1 : stage - 1), lane);
+          free_stage<kCluster>(empty + 8 * (stage == 0 ? kStages - 1 : stage - 1), lane);
         }
         if (++stage == kStages) {
           stage = 0;
@@ -567,39 +600,40 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
       products_wait<0>();
-      if (lane < kCluster) barrier_arrive(empty + 8 * (stage == 0 ? kStages - 1 : stage - 1), lane);
+      free_stage<kCluster>(empty + 8 * (stage == 0 ? kStages - 1 : stage - 1), lane);
       hold(logits);
 
       // The rows of this warp, and those of them that are there.
-      const int row = p.first_row + (unit + begin) * kUnitRows + warp * kUnitRows;
+      const int row = tile.row + warp * kUnitRows;
       const int upper = row + (lane >> 2), lower = upper + 8;
       const bool has_upper = upper >= 0 && upper < p.vocab,
                  has_lower = lower >= 0 && lower < p.vocab;
       if (p.bias != nullptr) {
         const float upper_bias =
-            has_upper && warp < own ? bias_at(p.bias, p.bias_dtype, upper) : 0.0f;
+            has_upper && warp < tile.units ? bias_at(p.bias, p.bias_dtype, upper) : 0.0f;
         const float lower_bias =
-            has_lower && warp < own ? bias_at(p.bias, p.bias_dtype, lower) : 0.0f;
+            has_lower && warp < tile.units ? bias_at(p.bias, p.bias_dtype, lower) : 0.0f;
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) logits[i] += i & 2 ? lower_bias : upper_bias;
       }
       if (p.logits != nullptr) {
 #pragma unroll 1
-        for (int turn = 0; turn < kColumns / 8 && warp < own; ++turn) {
+        for (int turn = 0; turn < kColumns / 8 && warp < tile.units; ++turn) {
           float taken[4];
           take_turn(logits, turn, taken);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const int column = 8 * turn + 2 * (lane & 3) + (i & 1);
             if (column < p.batch && (i & 2 ? has_lower : has_upper)) {
-              p.logits[(int64_t{p.batch_start} + column) * p.vocab + (i & 2 ? lower : upper)] =
+              p.logits[(int64_t{p.batch_start} + column) * p.logits_stride +
+                       (i & 2 ? lower : upper)] =
                   p.softcap != 0.0f ? soft_capped<SampleMath>(taken[i], p.softcap) : taken[i];
             }
           }
         }
         continue;
       }
-      if (warp < own && (row < 0 || row + kUnitRows > p.vocab)) {
+      if (warp < tile.units && (row < 0 || row + kUnitRows > p.vocab)) {
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) {
           if (!(i & 2 ? has_lower : has_upper)) logits[i] = NAN;
@@ -608,18 +642,18 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int sample = 0; sample < p.num_samples; ++sample) {
         barrier_wait(noise_full, noise_phase);
         noise_phase ^= 1;
-        if (warp < own) {
+        if (warp < tile.units) {
           const uint16_t* own_codes = codes + warp * (kUnitRows / 4) * kColumns;
           if (p.softcap == 0.0f) {
             draw<kColumns, false>(p, columns, queue, own_codes, logits, row, sample,
-                                  unit == first_unit, lane);
+                                  number < gridDim.x, lane);
           } else {
             draw<kColumns, true>(p, columns, queue, own_codes, logits, row, sample,
-                                 unit == first_unit, lane);
+                                 number < gridDim.x, lane);
           }
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(noise_empty, rank);
+        if (lane == 0) barrier_arrive(noise_empty);
       }
     }
   }
@@ -737,7 +771,7 @@ bool encode(CUtensorMap* map, const void* data, DType dtype, int64_t rows, int64
                                                  : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
                         2, const_cast<void*>(data), sizes, strides, tile, steps,
                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
@@ -753,15 +787,16 @@ int blocks_for(const DeviceInfo& device, int64_t units, int cluster) {
 
 template <typename T, int kColumns, int kCluster>
 const char* launch(const LmHead& head, HeadDraw p, int blocks, gpuStream stream) {
-  CUtensorMap weight_tile, weight_unit, hidden_tile;
+  CUtensorMap weight_more, weight_less, hidden_tile;
   const int64_t weight_stride = stride_of(head.weight_stride, head.vocab, head.dim);
   const int64_t hidden_stride = stride_of(head.hidden_stride, head.batch, head.dim);
   const char* hidden =
       static_cast<const char*>(head.hidden) + int64_t{p.batch_start} * hidden_stride * 2;
-  if (!encode(&weight_tile, head.weight, head.dtype, head.vocab, head.dim, weight_stride,
-              kTileRows) ||
-      !encode(&weight_unit, head.weight, head.dtype, head.vocab, head.dim, weight_stride,
-              kUnitRows) ||
+  const int most_rows = static_cast<int>(ceil_div(p.units, p.tiles)) * kUnitRows;
+  if (!encode(&weight_more, head.weight, head.dtype, head.vocab, head.dim, weight_stride,
+              most_rows) ||
+      !encode(&weight_less, head.weight, head.dtype, head.vocab, head.dim, weight_stride,
+              std::max(most_rows - kUnitRows, kUnitRows)) ||
       !encode(&hidden_tile, hidden, head.dtype, p.batch, head.dim, hidden_stride,
               kColumns / kCluster)) {
     return "cuTensorMapEncodeTiled failed";
@@ -788,7 +823,7 @@ const char* launch(const LmHead& head, HeadDraw p, int blocks, gpuStream stream)
     if (error != gpuSuccess) return message_of(error);
   }
   return message_of(
-      gpu_launched(cudaLaunchKernelEx(&config, kernel, weight_tile, weight_unit, hidden_tile, p)));
+      gpu_launched(cudaLaunchKernelEx(&config, kernel, weight_more, weight_less, hidden_tile, p)));
 }
 
 template <typename T>
@@ -822,6 +857,7 @@ const char* for_each_launch(const LmHead& head, HeadDraw p, int device, gpuStrea
     p.batch = static_cast<int>(std::min<int64_t>(head.batch - start, most));
     const int columns = columns_of(p.batch);
     const int blocks = blocks_for(info, p.units, cluster_of(columns));
+    p.tiles = static_cast<int>(ceil_div(p.units, int64_t{blocks} * kTileUnits)) * blocks;
     const char* error = head.dtype == DType::bfloat16
                             ? launch_columns<__nv_bfloat16>(columns, head, p, blocks, stream)
                             : launch_columns<__half>(columns, head, p, blocks, stream);
@@ -894,9 +930,11 @@ const char* lm_head_sample_sm90(const LmHeadSample& p, int device, void* stream)
       });
 }
 
-const char* lm_head_logits_sm90(const LmHead& p, float* logits, int device, void* stream) {
+const char* lm_head_logits_sm90(const LmHead& p, float* logits, int64_t stride, int device,
+                                void* stream) {
   HeadDraw draw{};
   draw.logits = logits;
+  draw.logits_stride = stride;
   return for_each_launch(p, draw, device, static_cast<gpuStream>(stream),
                          [](const HeadDraw&, int, int) -> const char* { return nullptr; });
 }
