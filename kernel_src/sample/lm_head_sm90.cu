@@ -400,15 +400,17 @@ __device__ __forceinline__ void make_noise(const HeadDraw& p, const Columns& col
 #pragma unroll 1
   for (int i = thread; i < units * kColumns; i += kNoiseThreads) {
     const int column = i % kColumns, first = i / kColumns * 4;
-    const uint4 key = columns.noise[column];
-    const uint32_t high = columns.offset[column];
-    PhiloxWords noise[4];
+    uint16_t made[4] = {};
+    if (column < p.batch && columns.greedy[column] == 0) {
+      const uint4 key = columns.noise[column];
+      const uint32_t high = columns.offset[column];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      noise[k] = philox(block + first + k, key.z + sample, key.w, high, key.x, key.y);
+      for (int k = 0; k < 4; ++k) {
+        made[k] = codes_of(philox(block + first + k, key.z + sample, key.w, high, key.x, key.y));
+      }
     }
 #pragma unroll
-    for (int k = 0; k < 4; ++k) codes[(first + k) * kColumns + column] = codes_of(noise[k]);
+    for (int k = 0; k < 4; ++k) codes[(first + k) * kColumns + column] = made[k];
   }
 }
 
