@@ -16,7 +16,7 @@ from conftest import REPO_DIR, REPO_ID, VERSION
 
 sys.path.insert(0, str(REPO_DIR / "tools"))
 
-from builder.compile import gencode_flags
+from builder.compile import gencode_flags, select_archs
 from builder.config import BACKENDS, load
 from builder.errors import BuildError
 from builder.includes import included_headers
@@ -344,6 +344,15 @@ def test_capabilities_share_the_code_they_are_given():
         for condition in re.findall(r"__CUDA_ARCH__ *[<>=!]+ *\w+", path.read_text("utf-8"))
     }
     assert asked == {"__CUDA_ARCH__ >= 900"}
+
+
+def test_code_for_one_gpu_alone_goes_by_that_gpus_number():
+    """It is compiled for other GPUs, too: their code asks it whether it serves them."""
+    sections = load(REPO_DIR).for_backend("cuda")
+    hopper = next(section for section in sections if section.archs == ("9.0a",))
+    assert [select_archs(hopper, wanted) for wanted in (None, ["9.0"], ["8.0"])] == [["9.0a"]] * 3
+    others = next(section for section in sections if "9.0" in section.archs)
+    assert select_archs(others, ["9.0"]) == ["9.0"]
 
 
 def test_an_unknown_architecture_is_a_message(tmp_path: Path):

@@ -88,7 +88,8 @@ def _best_match(capability: str, config: BuildConfig) -> str:
         arch.removesuffix("+PTX")
         for section in config.for_backend("cuda")
         for arch in section.archs
-        if arch.removesuffix("+PTX")[-1].isdigit()  # what is for one GPU alone comes with its number
+        # What is for one GPU alone comes with that GPU's number.
+        if arch.removesuffix("+PTX")[-1].isdigit()
     }
     major, minor = map(int, capability.split("."))
     runs = [

@@ -53,12 +53,12 @@ def on(device, options):
     return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in options.items()}
 
 
-@pytest.mark.kernels_ci
 def identify(value):
-    """The message stands for the change: a function's name has its address, another in every process."""
+    """The message alone: a function's name has its address, which differs between processes."""
     return value[:60] if isinstance(value, str) else ""
 
 
+@pytest.mark.kernels_ci
 @pytest.mark.parametrize(("change", "message"), BAD_HEADS + BAD_OPTIONS, ids=identify)
 def test_bad_input_of_the_head(fuselage, device, change, message):
     hidden, weight = inputs(device)
