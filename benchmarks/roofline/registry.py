@@ -52,6 +52,8 @@ class Operator:
     overwrites_grad: frozenset[str] = frozenset()
     # Contenders whose backward writes over the inputs: they are given copies.
     overwrites_inputs: frozenset[str] = frozenset()
+    # Contenders that do only part of the work: what makes of their results, untimed, the outputs.
+    rest: dict[str, Callable[..., object]] = field(default_factory=dict)
     # (fuselage, device) -> sections of host time.
     host_sections: Callable[[ModuleType, str], list[HostSection]] | None = None
 

@@ -36,6 +36,7 @@ _HEADS = [
     _shape(16, 32000, 4096, tags=("dtype",), dtype=torch.float32),
 ]
 _FILTERED = [_shape(batch, 151936, 4096) for batch in (1, 64, 256)]
+_NARROW = [_shape(batch, 151936, 4096) for batch in (1, 16, 64, 128, 256)]
 _LOGITS = [
     *(_shape(batch, 151936, tags=("main",) if batch == 64 else ()) for batch in (1, 64, 256)),
     _shape(1, 32000, tags=("small",)),
@@ -55,6 +56,7 @@ class Draw:
 
     from_head: bool = True
     filters: dict = field(default_factory=dict)
+    float8: bool = False  # the weight, with a scale for each row; baselines have it in bfloat16
 
     def inputs(self, shape: Shape, device: str) -> tuple[torch.Tensor, ...]:
         batch, vocab, *dim = shape.sizes
@@ -67,7 +69,13 @@ class Draw:
         # Its own row of the weight, at a size that gives the logit its lead; and noise.
         own = weight[certain].float()
         hidden = own * (LEAD / own.square().sum(1, keepdim=True))
-        return hidden.to(shape.dtype), weight
+        if not self.float8:
+            return hidden.to(shape.dtype), weight
+        # Powers of two: the baselines' weight in bfloat16 is the same.
+        scale = 2.0 ** torch.randint(-6, -3, (vocab,), device=device).float()
+        narrow = (weight.float() / scale[:, None]).to(torch.float8_e4m3fn)
+        weight = (narrow.float() * scale[:, None]).to(shape.dtype)
+        return hidden.to(shape.dtype), weight, narrow, scale
 
     def logits(self, *inputs: torch.Tensor) -> torch.Tensor:
         return inputs[0] @ inputs[1].T if self.from_head else inputs[0]
@@ -98,6 +106,10 @@ class Draw:
         return (logits + noise).argmax(-1, keepdim=True)
 
     def ours(self, fuselage: ModuleType):
+        if self.float8:
+            return lambda hidden, _, weight, scale: fuselage.lm_head_sample(
+                hidden, weight, weight_scale=scale, **self.filters
+            )
         function = fuselage.lm_head_sample if self.from_head else fuselage.gumbel_sample
         return lambda *inputs: function(*inputs, **self.filters)
 
@@ -107,25 +119,25 @@ class Draw:
             "eager": lambda: self.multinomial,
             "compile": lambda: compiled(self.gumbel),
         }
-        if not self.filters:
-            calls["torch"] = self.argmax
+        if torch.cuda.is_available():  # a CPU's bar is for PyTorch's own operators
+            calls["torch"] = lambda: self.logits if self.from_head else _argmax
         return calls
-
-    def argmax(self):
-        """No draw at all, but the time of the product and of a look at its result."""
-        if not torch.cuda.is_available():
-            raise RuntimeError("the bar of a CPU is for PyTorch's operators")
-        return lambda *inputs: self.logits(*inputs).argmax(-1, keepdim=True)
 
     def reference(self, *inputs_and_dtype) -> tuple[torch.Tensor]:
         *inputs, _ = inputs_and_dtype
-        return (self.logits(*inputs).argmax(-1, keepdim=True).double(),)
+        return (_argmax(self.logits(*inputs)).double(),)
 
     def bytes(self, shape: Shape) -> int:
         """The weight and hidden, or the logits, once."""
         batch, vocab, *dim = shape.sizes
-        elements = (vocab + batch) * dim[0] if self.from_head else batch * vocab
-        return elements * shape.dtype.itemsize + 8 * batch
+        if not self.from_head:
+            return batch * vocab * shape.dtype.itemsize + 8 * batch
+        weight = vocab * (dim[0] + 4 if self.float8 else dim[0] * shape.dtype.itemsize)
+        return weight + batch * dim[0] * shape.dtype.itemsize + 8 * batch
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1, keepdim=True)
 
 
 def _operator(name: str, draw: Draw, shapes) -> Operator:
@@ -136,11 +148,13 @@ def _operator(name: str, draw: Draw, shapes) -> Operator:
         contenders=draw.contenders,
         reference=draw.reference,
         necessary_bytes={"fwd": draw.bytes},
+        rest={"torch": _argmax} if draw.from_head else {},
     )
 
 
 OPERATORS = [
     _operator("lm_head_sample", Draw(), [*_HEADS, *_CPU_HEADS]),
+    _operator("lm_head_sample float8", Draw(float8=True), _NARROW),
     _operator("lm_head_sample top_k", Draw(filters={"top_k": 50}), _FILTERED),
     _operator("lm_head_sample top_p", Draw(filters={"top_p": 0.9}), _FILTERED),
     _operator("lm_head_sample min_p", Draw(filters={"min_p": 0.05}), _FILTERED),
