@@ -152,6 +152,23 @@ def test_the_batch_does_not_matter(fuselage, device, dtype, dim):
             assert torch.equal(some, of_all[rows]), name
 
 
+@each_dtype
+@pytest.mark.parametrize("batch", [1, 9, 33, 65, 130, 300])
+def test_many_tiles_draw_as_from_their_logits(fuselage, device, dtype, batch):
+    """Log-probabilities take the logits through memory: another kernel draws from the same bits."""
+    vocab = 40003 if torch.device(device).type == "cuda" else 9000
+    hidden, weight = make(batch, vocab, 128, dtype, device)
+    temperature = torch.linspace(2.0, 0.0, batch, device=device)
+    for options in ({}, {"logit_softcap": 5.0, "bias": torch.randn(vocab).to(device)}):
+        options = {**options, "temperature": temperature, "num_samples": 3, "seed": 6}
+        tokens = fuselage.lm_head_sample(hidden, weight, **options)
+        through_memory = fuselage.lm_head_sample(hidden, weight, return_logprobs=True, **options)
+        assert torch.equal(tokens, through_memory.tokens)
+    logits = exact_logits(hidden[:1], weight, cap=5.0, bias=options["bias"])[0] / 2.0
+    expected = torch.log_softmax(logits, -1)[tokens[0].cpu()]
+    assert (through_memory.logprobs[0].cpu() - expected).abs().max() < SLACK
+
+
 @pytest.mark.kernels_ci
 @each_dtype
 @pytest.mark.parametrize("cuts", [(500,), (3, 130, 131, 700), (128, 256, 999)], ids=str)
@@ -164,9 +181,9 @@ def test_shards_combine_to_the_token_of_the_whole(fuselage, device, dtype, cuts)
     direct = fuselage.lm_head_sample(hidden, weight, seed=7, **options)
     assert torch.equal(direct, whole.tokens)
     edges = [0, *cuts, 1000]
-    shards = []
-    for begin, end in itertools.pairwise(edges):
-        shards.append(
+
+    def shards_with(return_log_sum_exp):
+        return [
             fuselage.lm_head_sample_shard(
                 hidden,
                 weight[begin:end],
@@ -174,13 +191,17 @@ def test_shards_combine_to_the_token_of_the_whole(fuselage, device, dtype, cuts)
                 vocab_offset=begin,
                 seed=torch.tensor([7], device=device),
                 offset=torch.zeros(1, dtype=torch.int64, device=device),
-                return_log_sum_exp=True,
+                return_log_sum_exp=return_log_sum_exp,
             )
-        )
+            for begin, end in itertools.pairwise(edges)
+        ]
+
+    shards, without = shards_with(True), shards_with(False)
     tokens, logprobs = fuselage.combine_shard_samples(shards[::-1], return_logprobs=True)
     assert torch.equal(tokens, direct)
     assert (logprobs - whole.logprobs).abs().max() < 2e-6
-    without = [shard._replace(log_sum_exp=shard.log_sum_exp[:0]) for shard in shards]
+    for shard, other in zip(shards, without):
+        assert torch.equal(shard.scores, other.scores) and torch.equal(shard.logits, other.logits)
     assert torch.equal(fuselage.combine_shard_samples(without), direct)
     with pytest.raises(RuntimeError, match="return_log_sum_exp"):
         fuselage.combine_shard_samples(without, return_logprobs=True)
