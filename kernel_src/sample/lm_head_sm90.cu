@@ -17,6 +17,7 @@
 #include "sample/lm_head_sm90.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "common/launch_policy.h"
 #include "sample/hopper.h"
@@ -101,7 +102,8 @@ struct HeadDraw {
   float* logits;  // [batch, vocab], only by lm_head_logits
   int64_t logits_stride;
   unsigned long long* candidates;  // [blocks, num_samples, columns]
-  uint32_t* shared_least;  // [num_samples, columns]: keys of scores below which none can win
+  uint32_t* shared_least;  // [num_samples, columns]: keys of scores below which none can win;
+                           // [num_samples]: blocks that have shared those of their first tiles
 };
 
 // ---- noise ----
@@ -264,6 +266,11 @@ struct SoftCap {
   float cap, inverse, error;
 };
 
+template <bool kCapped>
+__device__ __forceinline__ SoftCap softcap_of(const HeadDraw& p) {
+  return {p.softcap, kCapped ? 1.0f / p.softcap : 0.0f, p.softcap * (1.0f / 1024)};
+}
+
 // What bounds the scores of four logits: rows lane / 4 and 8 more, and two columns.
 struct Bounds {
   float logits[4], noise[4], scores[4];
@@ -292,51 +299,62 @@ __device__ __forceinline__ Bounds bounds_of(const float* four, const uint16_t* c
   return bounds;
 }
 
+// Raises what scores have to beat to a lower bound of the greatest, with the arguments of `draw`: without any, all of
+// the first tile's logits would be queued.
+template <int kColumns, bool kCapped>
+__device__ __forceinline__ void raise_least(const HeadDraw& p, const Columns& columns,
+                                            const uint16_t* codes,
+                                            const float (&logits)[kColumns / 2], int sample,
+                                            int lane) {
+  constexpr int kTurns = kColumns / 8;
+  const int own_column = 2 * (lane & 3);
+  const Codes decode((lane >> 2) & 3);
+  const SoftCap softcap = softcap_of<kCapped>(p);
+  float* least = columns.least + sample * kColumns;
+  const uint16_t* own_codes = codes + (lane >> 4) * kColumns + own_column;
+  const float* own_inverse = columns.inverse + own_column;
+  float* own_least = least + own_column;
+#pragma unroll 1
+  for (int turn = 0; turn < kTurns; ++turn) {
+    float four[4];
+    take_turn(logits, turn, four);
+    const int column = 8 * turn + own_column;
+    const Bounds bounds = bounds_of<kColumns, kCapped>(
+        four, own_codes + 8 * turn, own_inverse + 8 * turn, own_least + 8 * turn, decode, softcap);
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const bool greedy = columns.greedy[column + t] != 0;
+      const float inverse = t == 0 ? bounds.inverse.x : bounds.inverse.y;
+      float most = -INFINITY;
+#pragma unroll
+      for (int i = t; i < 4; i += 2) {
+        const float sure = fminf(bounds.noise[i], kSureNoise) - kNoiseStep - kNoiseError;
+        const float score =
+            __fmaf_rn(bounds.logits[i] - 2.0f * softcap.error, inverse, greedy ? 0.0f : sure);
+        // Of what rows that are not there hold, NaN, fmaxf gives the other.
+        if (greedy || bounds.noise[i] > kNoiseStep) most = fmaxf(most, score);
+      }
+      if (most > (t == 0 ? bounds.beat.x : bounds.beat.y)) raise(least + column + t, most);
+    }
+  }
+}
+
 // `logits`: the fragment of a thread, of rows lane / 4 and 8 more and of two columns in each eight. `row` is the
 // first of the warp's rows, and `codes` those of its first four rows.
 template <int kColumns, bool kCapped>
 __device__ __forceinline__ void draw(const HeadDraw& p, const Columns& columns, const Queue& queue,
                                      const uint16_t* codes, const float (&logits)[kColumns / 2],
-                                     int row, int sample, bool first_tile, int lane) {
+                                     int row, int sample, int lane) {
   constexpr int kTurns = kColumns / 8;
   const int own_column = 2 * (lane & 3);
   const Codes decode((lane >> 2) & 3);
-  const SoftCap softcap{p.softcap, kCapped ? 1.0f / p.softcap : 0.0f, p.softcap * (1.0f / 1024)};
+  const SoftCap softcap = softcap_of<kCapped>(p);
   const uint32_t below = (1u << lane) - 1;
   float* least = columns.least + sample * kColumns;
   // Of the first turn.
   const uint16_t* own_codes = codes + (lane >> 4) * kColumns + own_column;
   const float* own_inverse = columns.inverse + own_column;
   float* own_least = least + own_column;
-
-  // Without a score to beat, all logits would be queued: first a lower bound of the greatest scores.
-  if (first_tile) {
-#pragma unroll 1
-    for (int turn = 0; turn < kTurns; ++turn) {
-      float four[4];
-      take_turn(logits, turn, four);
-      const int column = 8 * turn + own_column;
-      const Bounds bounds =
-          bounds_of<kColumns, kCapped>(four, own_codes + 8 * turn, own_inverse + 8 * turn,
-                                       own_least + 8 * turn, decode, softcap);
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        const bool greedy = columns.greedy[column + t] != 0;
-        const float inverse = t == 0 ? bounds.inverse.x : bounds.inverse.y;
-        float most = -INFINITY;
-#pragma unroll
-        for (int i = t; i < 4; i += 2) {
-          const float sure = fminf(bounds.noise[i], kSureNoise) - kNoiseStep - kNoiseError;
-          const float score =
-              __fmaf_rn(bounds.logits[i] - 2.0f * softcap.error, inverse, greedy ? 0.0f : sure);
-          // Of what rows that are not there hold, NaN, fmaxf gives the other.
-          if (greedy || bounds.noise[i] > kNoiseStep) most = fmaxf(most, score);
-        }
-        if (most > (t == 0 ? bounds.beat.x : bounds.beat.y)) raise(least + column + t, most);
-      }
-    }
-    __syncwarp();
-  }
 
   // Which turns have a logit that could win.
   uint32_t turns = 0;
@@ -416,8 +434,8 @@ __device__ __forceinline__ void make_noise(const HeadDraw& p, const Columns& col
 
 // Exchanges what scores have to beat with the other blocks: late news only cost time.
 __device__ __forceinline__ void share_least(const HeadDraw& p, const Columns& columns, int sample,
-                                            int width, int thread) {
-  for (int column = thread; column < p.batch; column += kNoiseThreads) {
+                                            int width, int thread, int threads) {
+  for (int column = thread; column < p.batch; column += threads) {
     float* own = columns.least + sample * width + column;
     uint32_t* all = p.shared_least + sample * width + column;
     const uint32_t key = key_of<SampleMath>(*const_cast<volatile float*>(own));
@@ -425,6 +443,29 @@ __device__ __forceinline__ void share_least(const HeadDraw& p, const Columns& co
     if (greatest > key) raise(own, value_of_key<SampleMath>(greatest));
     if (greatest < key) atomicMax(all, key);
   }
+}
+
+// After the first tile the threads that multiply wait, but not for long, for those of all other blocks: what those
+// have found leaves hardly any logit to be scored.
+template <int kColumns>
+__device__ __forceinline__ void exchange_least(const HeadDraw& p, const Columns& columns,
+                                               int sample, int thread) {
+  constexpr int kThreadsHere = 32 * kMultiplyingWarps, kPatience = 40;
+  const auto together = [] { asm volatile("bar.sync 1, %0;" ::"n"(kThreadsHere) : "memory"); };
+  uint32_t* arrived = p.shared_least + p.num_samples * kColumns + sample;
+  together();
+  share_least(p, columns, sample, kColumns, thread, kThreadsHere);
+  __threadfence();
+  together();
+  if (thread == 0) {
+    atomicAdd(arrived, 1u);
+    for (int i = 0; i < kPatience && *const_cast<volatile uint32_t*>(arrived) < gridDim.x; ++i) {
+      __nanosleep(100);
+    }
+  }
+  together();
+  share_least(p, columns, sample, kColumns, thread, kThreadsHere);
+  together();
 }
 
 __device__ __forceinline__ float bias_at(const void* bias, DType dtype, int row) {
@@ -563,9 +604,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 
         for (int sample = 0; sample < p.num_samples; ++sample) {
           barrier_wait(noise_empty, phase ^ 1);
-          share_least(p, columns, sample, kColumns, thread);
+          share_least(p, columns, sample, kColumns, thread, kNoiseThreads);
           make_noise<kColumns>(p, columns, codes, tile.row, tile.units, sample, thread);
-          share_least(p, columns, sample, kColumns, thread);
+          share_least(p, columns, sample, kColumns, thread, kNoiseThreads);
           __syncwarp();
           if (lane == 0) barrier_arrive(noise_full);
           phase ^= 1;
@@ -644,15 +685,23 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int sample = 0; sample < p.num_samples; ++sample) {
         barrier_wait(noise_full, noise_phase);
         noise_phase ^= 1;
-        if (warp < tile.units) {
-          const uint16_t* own_codes = codes + warp * (kUnitRows / 4) * kColumns;
-          if (p.softcap == 0.0f) {
-            draw<kColumns, false>(p, columns, queue, own_codes, logits, row, sample,
-                                  number < gridDim.x, lane);
-          } else {
-            draw<kColumns, true>(p, columns, queue, own_codes, logits, row, sample,
-                                 number < gridDim.x, lane);
+        const uint16_t* own_codes = codes + warp * (kUnitRows / 4) * kColumns;
+        const auto with_softcap = [&](auto capped) {
+          constexpr bool kCapped = decltype(capped)::value;
+          if (number < gridDim.x) {
+            if (warp < tile.units) {
+              raise_least<kColumns, kCapped>(p, columns, own_codes, logits, sample, lane);
+            }
+            if (kColumns >= 64) exchange_least<kColumns>(p, columns, sample, threadIdx.x);
           }
+          if (warp < tile.units) {
+            draw<kColumns, kCapped>(p, columns, queue, own_codes, logits, row, sample, lane);
+          }
+        };
+        if (p.softcap == 0.0f) {
+          with_softcap(std::false_type());
+        } else {
+          with_softcap(std::true_type());
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(noise_empty);
@@ -821,7 +870,7 @@ const char* launch(const LmHead& head, HeadDraw p, int blocks, gpuStream stream)
   config.numAttrs = p.logits == nullptr ? 2 : 1;
   if (p.logits == nullptr) {
     error = gpu_launch(clear_kernel, dim3(1), dim3(256), 0, 1, stream, p.shared_least,
-                       p.num_samples * kColumns);
+                       p.num_samples * (kColumns + 1));
     if (error != gpuSuccess) return message_of(error);
   }
   return message_of(
@@ -897,7 +946,7 @@ bool lm_head_sm90_serves(const LmHeadSample& p, int device) {
 }
 
 int64_t lm_head_sample_sm90_workspace(const LmHeadSample& p, int device) {
-  return candidates_of(p, device) * 8 + entries_of(p) * 4;
+  return candidates_of(p, device) * 8 + (entries_of(p) + p.draws.num_samples) * 4;
 }
 
 const char* lm_head_sample_sm90(const LmHeadSample& p, int device, void* stream) {
