@@ -1,12 +1,13 @@
 // The language-model head on any GPU: formulas in sample/sample.h.
 //
-// A block has a tile of kHeadRows rows of the weight and up to 64 rows of the batch. Half types go through the
+// A block has a tile of kHeadRows rows of the weight and up to 128 rows of the batch. Half types go through the
 // tensor cores: the vocabulary is the M of the product and the batch its N, so that a small batch wastes little;
 // weights come through a ring of stages in shared memory. Each product has one accumulator, to which columns are
 // added in ascending order, so that a logit does not depend on the batch, the tile or the shard.
 //
 // The tile's logits are turned over in shared memory, and either written, or drawn from at once: a warp has a row of
 // the batch, a lane four logits of one block of Philox. Each tile leaves a candidate; a second kernel takes the best.
+// Tiles that are finished tell the others the best score of a row, below which no logarithm need be taken.
 //
 // Weights of float8 become those of a half type on their way into the tensor cores, which is exact.
 //
@@ -26,6 +27,7 @@ struct HeadOutput {
   float* logits;  // [batch, vocab], or null
   int64_t stride;
   Candidate* candidates;  // [batch, tiles, num_samples]
+  uint32_t* floors;       // [batch, num_samples]: key of the best score so far, or 0; or null
   int64_t tiles;
   Draws draws;
 };
@@ -61,94 +63,142 @@ __device__ __forceinline__ float logit_of_sum(const LmHead& p, float sum, int64_
 constexpr int kHeadPad = 4;
 constexpr int kHeadSumsStride = kHeadRows + kHeadPad;
 
-// Of a warp, for one row of the batch.
-__device__ __forceinline__ void write_logits(const LmHead& p, const HeadOutput& out,
-                                             const float* sums, int64_t row, int64_t first,
-                                             int count) {
-  float* logits = out.logits + row * out.stride + first;
-  for (int i = threadIdx.x % kWarpSize; i < count; i += kWarpSize)
-    logits[i] = logit_of_sum(p, sums[i], first + i);
+// What the draws of a row of the batch need, fetched before the sums are there.
+struct RowOptions {
+  NoiseKey key;
+  Heat heat;
+};
+
+// All threads of the block; a barrier must follow.
+__device__ __forceinline__ void fetch_options(const LmHead& p, const HeadOutput& out,
+                                              RowOptions* options, int64_t first_row, int columns) {
+  if (out.logits != nullptr) return;
+  for (int b = threadIdx.x; b < columns; b += blockDim.x) {
+    if (first_row + b < p.batch)
+      options[b] = {key_of_row(out.draws, first_row + b), heat_of(out.draws, first_row + b)};
+  }
 }
 
-__device__ __forceinline__ void draw_tile(const LmHead& p, const HeadOutput& out, const float* sums,
-                                          int64_t row, int64_t first, int count) {
-  const Heat heat = heat_of(out.draws, row);
-  const NoiseKey key = key_of_row(out.draws, row);
+// Of a warp, for one row of the batch.
+__device__ __forceinline__ void write_logits(const HeadOutput& out, const float* logits,
+                                             int64_t row, int64_t first, int count) {
+  float* to = out.logits + row * out.stride + first;
+  for (int i = threadIdx.x % kWarpSize; i < count; i += kWarpSize) to[i] = logits[i];
+}
+
+__device__ __forceinline__ void draw_tile(const HeadOutput& out, const RowOptions& options,
+                                          const float* tile_logits, int64_t row, int64_t first,
+                                          int count) {
+  const Heat heat = options.heat;
+  const NoiseKey key = options.key;
   const int lane = threadIdx.x % kWarpSize;
   // Blocks of Philox start at multiples of four of the whole vocabulary: the first may begin before the tile.
   const int64_t begin = out.draws.vocab_offset + first;
   const int before = static_cast<int>(begin & 3);
+#pragma unroll 1
   for (int sample = 0; sample < out.draws.num_samples; ++sample) {
+    // What a score must reach: the best of a tile before.
+    const int64_t slot = row * out.draws.num_samples + sample;
+    const uint32_t known =
+        out.floors == nullptr ? 0 : *static_cast<const volatile uint32_t*>(out.floors + slot);
     Candidate best = no_candidate();
+#pragma unroll 1
     for (int group = 0; group * 4 < count + before; group += kWarpSize) {
       const int at = (group + lane) * 4 - before;  // of the lane's first logit in the tile
       float logits[4], bounds[4];
-      uint32_t words[4] = {};
-      const bool inside = at < count;
-      if (inside && !heat.greedy) {
-        const PhiloxWords four = noise_words(key, (begin + at) >> 2, sample);
+      if (before == 0) {
+        const float4 four = *reinterpret_cast<const float4*>(tile_logits + at);
+        logits[0] = four.x, logits[1] = four.y, logits[2] = four.z, logits[3] = four.w;
+      } else {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) words[k] = four.words[k];
+        for (int k = 0; k < 4; ++k)
+          logits[k] = at + k >= 0 && at + k < count ? tile_logits[at + k] : minus_infinity();
       }
-      int likely = 0;
-      float likely_bound = minus_infinity();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const int i = at + k;
-        const bool there = i >= 0 && i < count;
-        const float logit = there ? logit_of_sum(p, sums[i], first + i) : minus_infinity();
-        logits[k] = logit == logit ? logit : minus_infinity();
-        bounds[k] = heat.greedy ? logits[k]
-                                : SampleMath::fma(logits[k], heat.inv_temperature,
-                                                  gumbel_bound<SampleMath>(words[k]));
+        logits[k] = at + k < count && logits[k] == logits[k] ? logits[k] : minus_infinity();
+        bounds[k] = logits[k];
+      }
+      uint32_t words[4] = {};
+      if (!heat.greedy) {
+        const PhiloxWords four = noise_words(key, (begin + at) >> 2, sample);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          words[k] = four.words[k];
+          bounds[k] =
+              SampleMath::fma(logits[k], heat.inv_temperature, gumbel_bound<SampleMath>(words[k]));
+        }
+      }
+      int likely = 0;
+      float likely_bound = bounds[0];
+#pragma unroll
+      for (int k = 1; k < 4; ++k) {
         likely = bounds[k] > likely_bound ? k : likely;
         likely_bound = bounds[k] > likely_bound ? bounds[k] : likely_bound;
       }
-      if (heat.greedy) {
+      float floor = known == 0 ? minus_infinity() : value_of_key<SampleMath>(known);
+      floor = best.score > floor ? best.score : floor;
+      const bool may_win = likely_bound >= floor && likely_bound > minus_infinity();
+      if (!warp_any(may_win)) continue;
+      // In every lane the one that is likeliest by its bound; then those that may still be better than the best.
+      uint32_t open = may_win ? 1u << likely : 0u;
+#pragma unroll 1
+      for (int turn = 0; turn < 2; ++turn) {
+        while (open != 0) {
+          const int chosen = __ffs(static_cast<int>(open)) - 1;
+          open &= open - 1;
+          float logit = logits[0];
+          uint32_t word = words[0];
+#pragma unroll
+          for (int k = 1; k < 4; ++k) {
+            logit = k == chosen ? logits[k] : logit;
+            word = k == chosen ? words[k] : word;
+          }
+          const float score = heat.greedy ? logit
+                                          : SampleMath::fma(logit, heat.inv_temperature,
+                                                            gumbel_of<SampleMath>(word));
+          offer(best, score, logit, static_cast<int>(first) + at + chosen);
+        }
+        if (turn != 0) break;
+        floor = warp_greatest(best.score > floor ? best.score : floor);
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-          offer(best, logits[k], logits[k], static_cast<int>(first) + at + k);
-        continue;
-      }
-      // The one that is likeliest by its bound, in every lane; then those that may still be better than the best.
-      const auto try_one = [&](int k) {
-        float logit = logits[0];
-        uint32_t word = words[0];
-#pragma unroll
-        for (int j = 1; j < 4; ++j) {
-          logit = j == k ? logits[j] : logit;
-          word = j == k ? words[j] : word;
-        }
-        const float score =
-            SampleMath::fma(logit, heat.inv_temperature, gumbel_of<SampleMath>(word));
-        offer(best, score, logit, static_cast<int>(first) + at + k);
-      };
-      try_one(likely);
-      const float floor = warp_greatest(best.score);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if (k != likely && bounds[k] >= floor && logits[k] > minus_infinity()) try_one(k);
+          open |= k != likely && bounds[k] >= floor && bounds[k] > minus_infinity() ? 1u << k : 0u;
       }
     }
-    best = warp_best(best);
+    if (warp_any(best.index != kNoIndex)) best = warp_best(best);
     if (lane == 0) {
       out.candidates[(row * out.tiles + first / kHeadRows) * out.draws.num_samples + sample] = best;
+      if (out.floors != nullptr && best.index != kNoIndex) {
+        const uint32_t reached = key_of<SampleMath>(best.score);
+        if (reached > known) atomicMax(out.floors + slot, reached);
+      }
     }
   }
 }
 
 // All threads of the block, when the sums are there.
 __device__ __forceinline__ void finish_tile(const LmHead& p, const HeadOutput& out,
-                                            const float* sums, int64_t first, int64_t first_row,
-                                            int columns) {
+                                            const RowOptions* options, float* tile, int64_t first,
+                                            int64_t first_row, int columns) {
   const int count = static_cast<int>(p.vocab - first < kHeadRows ? p.vocab - first : kHeadRows);
-  for (int b = threadIdx.x / kWarpSize; b < columns; b += blockDim.x / kWarpSize) {
+  const int warps = blockDim.x / kWarpSize;
+  const bool as_it_is = p.weight_scale == nullptr && p.bias == nullptr && p.softcap == 0.0f;
+#pragma unroll 1
+  for (int b = threadIdx.x / kWarpSize; b < columns; b += warps) {
     const int64_t row = first_row + b;
     if (row >= p.batch) return;
+    float* logits = tile + b * kHeadSumsStride;
+    if (!as_it_is) {
+#pragma unroll 1
+      for (int i = threadIdx.x % kWarpSize; i < count; i += kWarpSize)
+        logits[i] = logit_of_sum(p, logits[i], first + i);
+      warp_barrier();
+    }
     if (out.logits != nullptr) {
-      write_logits(p, out, sums + b * kHeadSumsStride, row, first, count);
+      write_logits(out, logits, row, first, count);
     } else {
-      draw_tile(p, out, sums + b * kHeadSumsStride, row, first, count);
+      draw_tile(out, options[b], logits, row, first, count);
     }
   }
 }
@@ -157,43 +207,92 @@ __device__ __forceinline__ void finish_tile(const LmHead& p, const HeadOutput& o
 
 #if !defined(USE_ROCM)
 
-constexpr int kHeadChunks = kHeadStep / 8;  // of 16 bytes, of a row of a stage
-
-// Where a chunk of 16 bytes of a row lies: turned, so that eight rows have it in different banks.
+// Where a chunk of 16 bytes of a row of kChunks lies: turned, so that eight rows have it in different banks.
+template <int kChunks>
 __device__ __forceinline__ uint32_t chunk_at(int row, int chunk) {
-  return static_cast<uint32_t>(row * kHeadChunks + (chunk ^ (row & 7))) * 16;
+  constexpr int kRowsOfLine = 8 / kChunks;
+  return static_cast<uint32_t>(row * kChunks + (chunk ^ (row / kRowsOfLine % kChunks))) * 16;
 }
 
-// As async_copy<16>, of which the first `bytes` are read and the rest is zero.
-__device__ __forceinline__ void copy_or_zero(uint32_t shared, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+// Starts a copy of 16 bytes, of which the first `bytes` are read and the rest is zero. The other half of a line of
+// memory is wanted next.
+__device__ __forceinline__ void copy_chunk(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                "r"(bytes)
                : "memory");
 }
 
-__device__ __forceinline__ void store_chunk(uint32_t shared, const uint32_t (&words)[4]) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]),
-               "r"(words[1]), "r"(words[2]), "r"(words[3])
+// The same of 4 bytes.
+__device__ __forceinline__ void copy_word(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes)
                : "memory");
 }
 
-// Starts the copy of a chunk of a row: columns [column, column + 8), of which those from dim on are zero.
-template <typename T, bool kAligned>
-__device__ __forceinline__ void copy_chunk(uint32_t shared, const T* row, int64_t column,
-                                           int64_t dim, bool inside) {
-  const int64_t left = inside ? dim - column : 0;
-  const int count = static_cast<int>(left < 0 ? 0 : left < 8 ? left : 8);
+__device__ __forceinline__ void store_word(uint32_t shared, uint32_t word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
+}
+
+// Starts the copy of kRows rows of a matrix into a stage: columns [column, column + kChunks * 16 / sizeof(E)), of
+// which those from dim on are zero. Behind row `last` it is that row again, whose sums nobody reads. Rows that are not
+// aligned to 16 bytes come by the word, or through registers.
+template <int kRows, int kChunks, int kThreads, bool kAligned, typename E>
+__device__ __forceinline__ void copy_rows(uint32_t shared, const E* matrix, int64_t stride,
+                                          int last, int64_t column, int64_t dim) {
+  constexpr int kSize = static_cast<int>(sizeof(E));
+  constexpr int kPart = kAligned ? 16 : 4;  // bytes
+  constexpr int kParts = kChunks * 16 / kPart, kSlots = kRows * kParts;
+  constexpr int kTurns = (kSlots + kThreads - 1) / kThreads;
+  static_assert(kThreads % kParts == 0, "a thread has the same columns of all its rows");
+  const int part = threadIdx.x % kParts, row = threadIdx.x / kParts;
+  const int64_t own = column + part * (kPart / kSize);
+  const int64_t left = (dim - own) * kSize;
+  const int bytes = static_cast<int>(left < 0 ? 0 : left < kPart ? left : kPart);
+  const E* from = matrix + (bytes > 0 ? own : 0);
+  const auto source = [&](int i) {
+    const int at = row + i * (kThreads / kParts);
+    return from + (at < last ? at : last) * stride;
+  };
+  const auto to = [&](int i) {
+    const int at = row + i * (kThreads / kParts);
+    return shared + chunk_at<kChunks>(at, part * kPart / 16) + part * kPart % 16;
+  };
+  const auto has = [&](int i) {
+    return kSlots % kThreads == 0 || row + i * (kThreads / kParts) < kRows;
+  };
   if constexpr (kAligned) {
-    copy_or_zero(shared, count > 0 ? row + column : row, count * 2);
-  } else {
-    uint32_t words[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      if (k < count) {
-        words[k / 2] |= static_cast<uint32_t>(bits_as<uint16_t>(row[column + k])) << (k % 2 * 16);
+    for (int i = 0; i < kTurns; ++i) {
+      if (has(i)) copy_chunk(to(i), source(i), bytes);
+    }
+  } else if ((reinterpret_cast<uintptr_t>(matrix) | static_cast<uintptr_t>(stride * kSize)) % 4 ==
+             0) {
+#pragma unroll 8
+    for (int i = 0; i < kTurns; ++i) {
+      if (has(i)) copy_word(to(i), source(i), bytes);
+    }
+  } else {
+    constexpr int kBatch = kTurns < 8 ? kTurns : 8;  // loaded before the first is stored
+    static_assert(kTurns % kBatch == 0, "whole batches");
+#pragma unroll 1
+    for (int i = 0; i < kTurns; i += kBatch) {
+      using Bits = std::conditional_t<kSize == 2, uint16_t, uint8_t>;
+      Bits elements[kBatch][4 / kSize] = {};
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+#pragma unroll
+        for (int k = 0; k < 4 / kSize; ++k) {
+          if (k * kSize < bytes) elements[j][k] = bits_as<Bits>(source(i + j)[k]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        uint32_t word = 0;
+#pragma unroll
+        for (int k = 0; k < 4 / kSize; ++k)
+          word |= static_cast<uint32_t>(elements[j][k]) << (k * kSize * 8);
+        if (has(i + j)) store_word(to(i + j), word);
       }
     }
-    store_chunk(shared, words);
   }
 }
 
@@ -224,28 +323,6 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4
 
 // Weights of float8 lie as they are, a step of 16 columns to a chunk.
 
-__device__ __forceinline__ uint32_t narrow_chunk_at(int row, int chunk) {
-  return static_cast<uint32_t>(row * kHeadStep + (chunk ^ (row / 2 % 4)) * 16);
-}
-
-// As copy_chunk, of 16 columns.
-template <bool kAligned>
-__device__ __forceinline__ void copy_narrow_chunk(uint32_t shared, const uint8_t* row,
-                                                  int64_t column, int64_t dim, bool inside) {
-  const int64_t left = inside ? dim - column : 0;
-  const int count = static_cast<int>(left < 0 ? 0 : left < 16 ? left : 16);
-  if constexpr (kAligned) {
-    copy_or_zero(shared, count > 0 ? row + column : row, count);
-  } else {
-    uint32_t words[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int k = 0; k < 16; ++k) {
-      if (k < count) words[k / 4] |= static_cast<uint32_t>(row[column + k]) << (k % 4 * 8);
-    }
-    store_chunk(shared, words);
-  }
-}
-
 __device__ __forceinline__ uint32_t load_pair(uint32_t shared) {
   uint16_t pair;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(pair) : "r"(shared) : "memory");
@@ -274,112 +351,135 @@ __device__ __forceinline__ uint32_t widened(uint32_t pair) {
   return scale_pair<T>(moved, kIsHalf ? 256.0f : 1.329227995784916e36f) | nan;  // 2^8, 2^120
 }
 
-constexpr int weight_stage_bytes(bool narrow) { return kHeadRows * kHeadStep * (narrow ? 1 : 2); }
-
-constexpr int stage_bytes(int columns, bool narrow) {
-  return weight_stage_bytes(narrow) + columns * kHeadStep * 2;
+constexpr int weight_stage_bytes(HeadTile tile, bool narrow) {
+  return kHeadRows * tile.step * (narrow ? 1 : 2);
 }
 
-inline int head_shared_bytes(int columns, bool narrow) {
-  return std::max(head_stages(columns) * stage_bytes(columns, narrow),
-                  columns * kHeadSumsStride * static_cast<int>(sizeof(float)));
+constexpr int stage_bytes(HeadTile tile, bool narrow) {
+  return weight_stage_bytes(tile, narrow) + tile.columns * tile.step * 2;
 }
 
-template <typename T, int kColumns, int kStages, bool kAligned, bool kNarrow>
-__global__ void __launch_bounds__(kHeadThreads, 2)
+// The stages, or the sums that take their place; behind them the rows' options.
+constexpr int options_at(HeadTile tile, bool narrow) {
+  const int stages = tile.stages * stage_bytes(tile, narrow);
+  const int sums = tile.columns * kHeadSumsStride * static_cast<int>(sizeof(float));
+  return stages > sums ? stages : sums;
+}
+
+constexpr int head_shared_bytes(HeadTile tile, bool narrow) {
+  return options_at(tile, narrow) + tile.columns * static_cast<int>(sizeof(RowOptions));
+}
+
+static_assert(head_shared_bytes(head_tile(128), false) <= 99 * 1024,
+              "what a block may have on GPUs with the least shared memory");
+
+template <typename T, int kColumns, bool kAligned, bool kNarrow>
+__global__ void __launch_bounds__(kHeadThreads, kAligned ? head_tile(kColumns).blocks : 2)
     head_kernel(const LmHead p, const HeadOutput out, const int batch_tiles) {
   extern __shared__ __align__(128) char shared_bytes[];
-  constexpr int kWarps = kHeadThreads / kWarpSize;
-  constexpr int kWarpRows = kHeadRows / kWarps;  // 32: two fragments of 16
-  constexpr int kFragments = kWarpRows / 16, kColumnFragments = kColumns / 8;
+  constexpr HeadTile kTile = head_tile(kColumns);
+  constexpr int kWarpsDown = kHeadRows / kTile.warp_rows;
+  static_assert(kWarpsDown * (kColumns / kTile.warp_columns) * kWarpSize == kHeadThreads,
+                "every part of the tile has a warp");
+  constexpr int kFragments = kTile.warp_rows / 16, kColumnFragments = kTile.warp_columns / 8;
+  constexpr int kPairs = (kColumnFragments + 1) / 2;  // of column fragments
+  constexpr int kTurns = kTile.step / 16;             // products of a stage
+  static_assert(kTurns % 2 == 0, "fragments take turns");
+  constexpr int kChunks = kTile.step / 8, kWeightChunks = kNarrow ? kChunks / 2 : kChunks;
+  constexpr int kStageBytes = stage_bytes(kTile, kNarrow);
+  constexpr int kWeightBytes = weight_stage_bytes(kTile, kNarrow);
   const int64_t first = int64_t{blockIdx.x / batch_tiles} * kHeadRows;
   const int64_t first_row = int64_t{blockIdx.x % batch_tiles} * kColumns;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int warp_row = warp % kWarpsDown * kTile.warp_rows;
+  const int warp_column = warp / kWarpsDown * kTile.warp_columns;
   using W = std::conditional_t<kNarrow, uint8_t, T>;
-  constexpr int kStageBytes = stage_bytes(kColumns, kNarrow);
-  const W* weight = static_cast<const W*>(p.weight);
-  const T* hidden = static_cast<const T*>(p.hidden);
+  const W* weight = static_cast<const W*>(p.weight) + first * p.weight_stride;
+  const T* hidden = static_cast<const T*>(p.hidden) + first_row * p.hidden_stride;
+  const int last_weight =
+      static_cast<int>(p.vocab - first < kHeadRows ? p.vocab - first : kHeadRows) - 1;
+  const int last_hidden =
+      static_cast<int>(p.batch - first_row < kColumns ? p.batch - first_row : kColumns) - 1;
   const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes));
-  const int64_t steps = (p.dim + kHeadStep - 1) / kHeadStep;
+  const int steps = static_cast<int>((p.dim + kTile.step - 1) / kTile.step);
 
-  const auto start_stage = [&](int64_t step) {
-    if (step < steps) {
-      const uint32_t stage = shared + static_cast<uint32_t>(step % kStages) * kStageBytes;
-      constexpr int kRowChunks = kNarrow ? kHeadChunks / 2 : kHeadChunks;
-#pragma unroll
-      for (int i = 0; i < kHeadRows * kRowChunks / kHeadThreads; ++i) {
-        const int slot = i * kHeadThreads + threadIdx.x;
-        const int row = slot / kRowChunks, chunk = slot % kRowChunks;
-        const bool inside = first + row < p.vocab;
-        const W* from = weight + (inside ? first + row : first) * p.weight_stride;
-        if constexpr (kNarrow) {
-          copy_narrow_chunk<kAligned>(stage + narrow_chunk_at(row, chunk), from,
-                                      step * kHeadStep + chunk * 16, p.dim, inside);
-        } else {
-          copy_chunk<T, kAligned>(stage + chunk_at(row, chunk), from, step * kHeadStep + chunk * 8,
-                                  p.dim, inside);
-        }
-      }
-      constexpr int kSlots = kColumns * kHeadChunks;
-#pragma unroll
-      for (int i = 0; i < (kSlots + kHeadThreads - 1) / kHeadThreads; ++i) {
-        const int slot = i * kHeadThreads + threadIdx.x;
-        if (slot >= kSlots) break;
-        const int row = slot / kHeadChunks, chunk = slot % kHeadChunks;
-        const bool inside = first_row + row < p.batch;
-        copy_chunk<T, kAligned>(stage + weight_stage_bytes(kNarrow) + chunk_at(row, chunk),
-                                hidden + (inside ? first_row + row : first_row) * p.hidden_stride,
-                                step * kHeadStep + chunk * 8, p.dim, inside);
-      }
+  int filled = 0;        // steps that are started
+  uint32_t filling = 0;  // where the next one goes
+  const auto start_stage = [&] {
+    if (filled < steps) {
+      const uint32_t stage = shared + filling;
+      const int64_t column = int64_t{filled} * kTile.step;
+      copy_rows<kHeadRows, kWeightChunks, kHeadThreads, kAligned>(stage, weight, p.weight_stride,
+                                                                  last_weight, column, p.dim);
+      copy_rows<kColumns, kChunks, kHeadThreads, kAligned>(
+          stage + kWeightBytes, hidden, p.hidden_stride, last_hidden, column, p.dim);
     }
+    ++filled;
+    filling = filling == (kTile.stages - 1) * kStageBytes ? 0 : filling + kStageBytes;
     async_copy_commit();
   };
 
+  // Two sets: one is loaded while the other is multiplied.
+  uint32_t a[2][kFragments][4], b[2][kPairs][4];
+  const auto load_fragments = [&](int set, uint32_t stage, int turn) {
+  // Of a: rows 0-7, rows 8-15, and both again eight columns on, as four matrices.
+#pragma unroll
+    for (int f = 0; f < kFragments; ++f) {
+      if constexpr (kNarrow) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = warp_row + f * 16 + lane / 4 + i % 2 * 8;
+          a[set][f][i] =
+              load_pair(stage + chunk_at<kWeightChunks>(row, turn) + lane % 4 * 2 + i / 2 * 8);
+        }
+      } else {
+        const int row = warp_row + f * 16 + lane % 16;
+        load_matrices(stage + chunk_at<kChunks>(row, turn * 2 + lane / 16), a[set][f]);
+      }
+    }
+    // Of b: eight rows of the batch, both halves of the columns, and the next eight. Where there are but eight
+    // rows, the upper lanes' addresses are those of the lower ones again.
+#pragma unroll
+    for (int c = 0; c < kPairs; ++c) {
+      const int upper = kColumnFragments == 1 ? 0 : lane / 16 * 8;
+      const int row = warp_column + c * 16 + upper + lane % 8;
+      load_matrices(stage + kWeightBytes + chunk_at<kChunks>(row, turn * 2 + lane / 8 % 2),
+                    b[set][c]);
+    }
+  };
+
+  fetch_options(p, out, reinterpret_cast<RowOptions*>(shared_bytes + options_at(kTile, kNarrow)),
+                first_row, kColumns);
   float sums[kFragments][kColumnFragments][4] = {};
 #pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) start_stage(i);
-  for (int64_t step = 0; step < steps; ++step) {
-    async_copy_wait(kStages - 2);
-    __syncthreads();
-    start_stage(step + kStages - 1);
-    const uint32_t stage = shared + static_cast<uint32_t>(step % kStages) * kStageBytes;
-    const uint32_t batch_stage = stage + weight_stage_bytes(kNarrow);
+  for (int i = 0; i < kTile.stages - 1; ++i) start_stage();
+  async_copy_wait(kTile.stages - 2);
+  __syncthreads();
+  uint32_t reading = 0;
+  load_fragments(0, shared, 0);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
 #pragma unroll
-    for (int k = 0; k < kHeadStep / 16; ++k) {
-      // Of a: rows 0-7, rows 8-15, and both again eight columns on, as four matrices.
-      uint32_t a[kFragments][4];
+    for (int turn = 0; turn < kTurns; ++turn) {
+      if (turn == kTurns - 1) {
+        // The next stage is there, and nobody reads the one before any more.
+        reading = reading == (kTile.stages - 1) * kStageBytes ? 0 : reading + kStageBytes;
+        async_copy_wait(kTile.stages - 2);
+        __syncthreads();
+      }
+      load_fragments((turn + 1) % 2, shared + reading, (turn + 1) % kTurns);
+      if (turn == 0) start_stage();
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
+        uint32_t(&rows)[4] = a[turn % 2][f];
         if constexpr (kNarrow) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int row = warp * kWarpRows + f * 16 + lane / 4 + i % 2 * 8;
-            a[f][i] =
-                widened<T>(load_pair(stage + narrow_chunk_at(row, k) + lane % 4 * 2 + i / 2 * 8));
-          }
-        } else {
-          const int row = warp * kWarpRows + f * 16 + lane % 16;
-          load_matrices(stage + chunk_at(row, k * 2 + lane / 16), a[f]);
+          for (int i = 0; i < 4; ++i) rows[i] = widened<T>(rows[i]);
         }
-      }
-      if constexpr (kColumnFragments == 1) {
-        // Both halves of this step's columns; the upper lanes' addresses are those of the lower ones again.
-        uint32_t b[4];
-        load_matrices(batch_stage + chunk_at(lane % 8, k * 2 + lane / 8 % 2), b);
 #pragma unroll
-        for (int f = 0; f < kFragments; ++f) multiply<T>(sums[f][0], a[f], b[0], b[1]);
-      } else {
-#pragma unroll
-        for (int c = 0; c < kColumnFragments; c += 2) {
-          // Eight rows of the batch, both halves of the columns, and the next eight.
-          uint32_t b[4];
-          const int row = c * 8 + lane / 16 * 8 + lane % 8;
-          load_matrices(batch_stage + chunk_at(row, k * 2 + lane / 8 % 2), b);
-#pragma unroll
-          for (int f = 0; f < kFragments; ++f) {
-            multiply<T>(sums[f][c], a[f], b[0], b[1]);
-            multiply<T>(sums[f][c + 1], a[f], b[2], b[3]);
-          }
+        for (int c = 0; c < kColumnFragments; ++c) {
+          const uint32_t(&columns)[4] = b[turn % 2][c / 2];
+          multiply<T>(sums[f][c], rows, columns[c % 2 * 2], columns[c % 2 * 2 + 1]);
         }
       }
     }
@@ -395,14 +495,16 @@ __global__ void __launch_bounds__(kHeadThreads, 2)
     for (int c = 0; c < kColumnFragments; ++c) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const int row = warp * kWarpRows + f * 16 + lane / 4 + k / 2 * 8;
-        const int column = c * 8 + lane % 4 * 2 + k % 2;
+        const int row = warp_row + f * 16 + lane / 4 + k / 2 * 8;
+        const int column = warp_column + c * 8 + lane % 4 * 2 + k % 2;
         tile[column * kHeadSumsStride + row] = sums[f][c][k];
       }
     }
   }
   __syncthreads();
-  finish_tile(p, out, tile, first, first_row, kColumns);
+  finish_tile(p, out,
+              reinterpret_cast<const RowOptions*>(shared_bytes + options_at(kTile, kNarrow)), tile,
+              first, first_row, kColumns);
   let_kernel_after_start();
 }
 
@@ -438,7 +540,8 @@ __global__ void __launch_bounds__(kPlainThreads, 2)
                 "every product has a thread");
   __shared__ float weights[kPlainStep][kPlainRows + 4];
   __shared__ float hiddens[kPlainStep][kPlainColumns + 4];
-  __shared__ float tile[kPlainColumns * kHeadSumsStride];
+  __shared__ __align__(16) float tile[kPlainColumns * kHeadSumsStride];
+  __shared__ RowOptions options[kPlainColumns];
   const int64_t first = int64_t{blockIdx.x / batch_tiles} * kPlainRows;
   const int64_t first_row = int64_t{blockIdx.x % batch_tiles} * kPlainColumns;
   const W* weight = static_cast<const W*>(p.weight);
@@ -467,6 +570,7 @@ __global__ void __launch_bounds__(kPlainThreads, 2)
                             : 0.0f;
     }
   };
+  fetch_options(p, out, options, first_row, kPlainColumns);
   float sums[kRowsEach][kColumnsEach] = {};
   load_step(0);
   for (int64_t begin = 0; begin < p.dim; begin += kPlainStep) {
@@ -499,11 +603,19 @@ __global__ void __launch_bounds__(kPlainThreads, 2)
     for (int j = 0; j < kColumnsEach; ++j) tile[(c + j) * kHeadSumsStride + r + i] = sums[i][j];
   }
   __syncthreads();
-  finish_tile(p, out, tile, first, first_row, kPlainColumns);
+  finish_tile(p, out, options, tile, first, first_row, kPlainColumns);
   let_kernel_after_start();
 }
 
 // ---- launchers ----
+
+gpuError gpu_clear(void* memory, size_t bytes, gpuStream stream) {
+#if defined(USE_ROCM)
+  return hipMemsetAsync(memory, 0, bytes, stream);
+#else
+  return cudaMemsetAsync(memory, 0, bytes, stream);
+#endif
+}
 
 int64_t tiles_of(const LmHead& p) { return ceil_div(p.vocab, kHeadRows); }
 
@@ -527,16 +639,18 @@ gpuError launch_tensor_cores(const LmHead& p, const HeadOutput& out, gpuStream s
   const int batch_tiles = static_cast<int>(ceil_div(p.batch, columns));
   const dim3 grid(static_cast<unsigned>(tiles_of(p) * batch_tiles));
   const auto run = [&](auto kernel) {
-    return gpu_launch(kernel, grid, dim3(kHeadThreads), head_shared_bytes(columns, kNarrow), 1,
-                      stream, p, out, batch_tiles);
+    return gpu_launch(kernel, grid, dim3(kHeadThreads),
+                      head_shared_bytes(head_tile(columns), kNarrow), 1, stream, p, out,
+                      batch_tiles);
   };
   return with_bool(aligned, [&](auto is_aligned) {
     if constexpr (is_aligned) {
-      if (columns == 8) return run(&head_kernel<T, 8, head_stages(8), true, kNarrow>);
-      if (columns == 32) return run(&head_kernel<T, 32, head_stages(32), true, kNarrow>);
+      if (columns == 8) return run(&head_kernel<T, 8, true, kNarrow>);
+      if (columns == 32) return run(&head_kernel<T, 32, true, kNarrow>);
+      if (columns == 128) return run(&head_kernel<T, 128, true, kNarrow>);
     }
-    if (columns == 16) return run(&head_kernel<T, 16, head_stages(16), is_aligned, kNarrow>);
-    return run(&head_kernel<T, 64, head_stages(64), is_aligned, kNarrow>);
+    if (columns == 16) return run(&head_kernel<T, 16, is_aligned, kNarrow>);
+    return run(&head_kernel<T, 64, is_aligned, kNarrow>);
   });
 }
 #endif
@@ -584,8 +698,9 @@ int64_t lm_head_sample_workspace(const LmHeadSample& p, int device) {
 #if !defined(USE_ROCM)
   if (lm_head_sm90_serves(p, device)) return lm_head_sample_sm90_workspace(p, device);
 #endif
-  return p.head.batch * tiles_of(p.head) * p.draws.num_samples *
-         static_cast<int64_t>(sizeof(Candidate));
+  const int64_t slots = p.head.batch * p.draws.num_samples;
+  return slots * (tiles_of(p.head) * static_cast<int64_t>(sizeof(Candidate)) +
+                  static_cast<int64_t>(sizeof(uint32_t)));
 }
 
 const char* lm_head_sample(const LmHeadSample& p, int device, void* stream) {
@@ -599,6 +714,13 @@ const char* lm_head_sample(const LmHeadSample& p, int device, void* stream) {
   out.tiles = tiles_of(p.head);
   out.draws = p.draws;
   if (out.tiles > 0) {
+    const int64_t slots = p.head.batch * p.draws.num_samples;
+    if (p.head.batch >= kHeadFloorsFrom) {
+      out.floors = reinterpret_cast<uint32_t*>(out.candidates + slots * out.tiles);
+      const char* error = message_of(
+          gpu_clear(out.floors, slots * sizeof(uint32_t), static_cast<gpuStream>(stream)));
+      if (error != nullptr) return error;
+    }
     const char* error = launch_head(p.head, out, static_cast<gpuStream>(stream));
     if (error != nullptr) return error;
   }

@@ -31,16 +31,30 @@ inline SamplePolicy sample_policy(const DeviceInfo& device, int64_t batch, int64
 
 constexpr int kFinishThreads = 128;
 
-// The head. Rows of weight are tiled by kHeadRows; rows of the batch by 8 to 64, as there are.
+// The head. Rows of weight are tiled by kHeadRows; rows of the batch by 8 to 128, as there are.
 constexpr int kHeadRows = 128;
 constexpr int kHeadThreads = 128;
-constexpr int kHeadStep = 64;  // columns of a stage of shared memory
+constexpr int kHeadFloorsFrom = 33;  // rows of the batch: with fewer, noise is hidden behind memory
+
+struct HeadTile {
+  int columns;                  // rows of the batch
+  int warp_rows, warp_columns;  // of the tile, a warp's
+  int step;                     // columns of a stage of shared memory
+  int stages;
+  int blocks;  // on a multiprocessor
+};
 
 constexpr int head_columns(int64_t batch) {
-  return batch <= 8 ? 8 : batch <= 16 ? 16 : batch <= 32 ? 32 : 64;
+  return batch <= 8 ? 8 : batch <= 16 ? 16 : batch <= 32 ? 32 : batch <= 64 ? 64 : 128;
 }
 
-constexpr int head_stages(int columns) { return columns == 64 ? 3 : 4; }
+// Few rows of the batch wait for memory: long stages. Many wait for shared memory, of which square parts of a tile
+// read least; two blocks of those are all that the registers hold, so that one draws while the other multiplies.
+constexpr HeadTile head_tile(int columns) {
+  return columns == 128  ? HeadTile{128, 64, 64, 32, 4, 2}
+         : columns == 64 ? HeadTile{64, 64, 32, 32, 4, 3}
+                         : HeadTile{columns, 32, columns, 64, 4, 2};
+}
 
 // The form for all types and GPUs, without tensor cores.
 constexpr int kPlainThreads = 256;
