@@ -11,7 +11,7 @@
 //
 // Weights of float8 become those of a half type on their way into the tensor cores, which is exact.
 //
-// Float32, and AMD GPUs, take a kernel without tensor cores.
+// Float32 has a kernel without tensor cores, and AMD GPUs one for all types.
 
 #if !defined(USE_ROCM)
 #include "sample/lm_head_sm90.h"
@@ -232,6 +232,10 @@ __device__ __forceinline__ void store_word(uint32_t shared, uint32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
 }
 
+__device__ __forceinline__ int last_of(int64_t left, int count) {
+  return static_cast<int>(left < count ? left : count) - 1;
+}
+
 // Starts the copy of kRows rows of a matrix into a stage: columns [column, column + kChunks * 16 / sizeof(E)), of
 // which those from dim on are zero. Behind row `last` it is that row again, whose sums nobody reads. Rows that are not
 // aligned to 16 bytes come by the word, or through registers.
@@ -264,13 +268,14 @@ __device__ __forceinline__ void copy_rows(uint32_t shared, const E* matrix, int6
     for (int i = 0; i < kTurns; ++i) {
       if (has(i)) copy_chunk(to(i), source(i), bytes);
     }
-  } else if ((reinterpret_cast<uintptr_t>(matrix) | static_cast<uintptr_t>(stride * kSize)) % 4 ==
-             0) {
+  } else if (kSize == 4 ||
+             (reinterpret_cast<uintptr_t>(matrix) | static_cast<uintptr_t>(stride * kSize)) % 4 ==
+                 0) {
 #pragma unroll 8
     for (int i = 0; i < kTurns; ++i) {
       if (has(i)) copy_word(to(i), source(i), bytes);
     }
-  } else {
+  } else if constexpr (kSize < 4) {
     constexpr int kBatch = kTurns < 8 ? kTurns : 8;  // loaded before the first is stored
     static_assert(kTurns % kBatch == 0, "whole batches");
 #pragma unroll 1
@@ -396,10 +401,8 @@ __global__ void __launch_bounds__(kHeadThreads, kAligned ? head_tile(kColumns).b
   using W = std::conditional_t<kNarrow, uint8_t, T>;
   const W* weight = static_cast<const W*>(p.weight) + first * p.weight_stride;
   const T* hidden = static_cast<const T*>(p.hidden) + first_row * p.hidden_stride;
-  const int last_weight =
-      static_cast<int>(p.vocab - first < kHeadRows ? p.vocab - first : kHeadRows) - 1;
-  const int last_hidden =
-      static_cast<int>(p.batch - first_row < kColumns ? p.batch - first_row : kColumns) - 1;
+  const int last_weight = last_of(p.vocab - first, kHeadRows);
+  const int last_hidden = last_of(p.batch - first_row, kColumns);
   const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes));
   const int steps = static_cast<int>((p.dim + kTile.step - 1) / kTile.step);
 
@@ -508,9 +511,114 @@ __global__ void __launch_bounds__(kHeadThreads, kAligned ? head_tile(kColumns).b
   let_kernel_after_start();
 }
 
-#endif  // tensor cores
+// ---- float32 ----
 
-// ---- without tensor cores ----
+constexpr int float_stage_bytes(FloatTile tile) {
+  return (kHeadRows + tile.columns) * kFloatStep * static_cast<int>(sizeof(float));
+}
+
+constexpr int float_options_at(FloatTile tile) {
+  const int stages = tile.stages * float_stage_bytes(tile);
+  const int sums = tile.columns * kHeadSumsStride * static_cast<int>(sizeof(float));
+  return stages > sums ? stages : sums;
+}
+
+constexpr int float_shared_bytes(FloatTile tile) {
+  return float_options_at(tile) + tile.columns * static_cast<int>(sizeof(RowOptions));
+}
+
+// A warp has neighbouring rows of the weight, each lane its own, and the same columns: their numbers are read by all
+// lanes at once.
+template <int kColumns>
+__global__ void __launch_bounds__(float_tile(kColumns).threads, 2)
+    float_head_kernel(const LmHead p, const HeadOutput out, const int batch_tiles,
+                      const bool aligned) {
+  extern __shared__ __align__(128) char shared_bytes[];
+  constexpr FloatTile kTile = float_tile(kColumns);
+  constexpr int kThreads = kTile.threads, kChunks = kFloatStep / 4;
+  constexpr int kRowsEach = kTile.rows_each, kColumnsEach = kTile.columns_each;
+  constexpr int kAcross = kHeadRows / kRowsEach;  // threads that share their columns
+  static_assert(kAcross * (kColumns / kColumnsEach) == kThreads && kAcross % kWarpSize == 0,
+                "every product has a thread, and a warp the same columns");
+  constexpr int kStageBytes = float_stage_bytes(kTile);
+  constexpr int kWeightBytes = kHeadRows * kFloatStep * static_cast<int>(sizeof(float));
+  const int64_t first = int64_t{blockIdx.x / batch_tiles} * kHeadRows;
+  const int64_t first_row = int64_t{blockIdx.x % batch_tiles} * kColumns;
+  const float* weight = static_cast<const float*>(p.weight) + first * p.weight_stride;
+  const float* hidden = static_cast<const float*>(p.hidden) + first_row * p.hidden_stride;
+  const int last_weight = last_of(p.vocab - first, kHeadRows);
+  const int last_hidden = last_of(p.batch - first_row, kColumns);
+  const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes));
+  const int steps = static_cast<int>((p.dim + kFloatStep - 1) / kFloatStep);
+  const int r = threadIdx.x % kAcross, c = threadIdx.x / kAcross * kColumnsEach;
+
+  const auto copy_stage = [&](auto is_aligned, uint32_t stage, int64_t column) {
+    copy_rows<kHeadRows, kChunks, kThreads, is_aligned>(stage, weight, p.weight_stride, last_weight,
+                                                        column, p.dim);
+    copy_rows<kColumns, kChunks, kThreads, is_aligned>(stage + kWeightBytes, hidden,
+                                                       p.hidden_stride, last_hidden, column, p.dim);
+  };
+  const auto start_stage = [&](int step) {
+    if (step < steps) {
+      const uint32_t stage = shared + static_cast<uint32_t>(step % kTile.stages) * kStageBytes;
+      const int64_t column = int64_t{step} * kFloatStep;
+      if (aligned) {
+        copy_stage(std::true_type{}, stage, column);
+      } else {
+        copy_stage(std::false_type{}, stage, column);
+      }
+    }
+    async_copy_commit();
+  };
+
+  RowOptions* options = reinterpret_cast<RowOptions*>(shared_bytes + float_options_at(kTile));
+  fetch_options(p, out, options, first_row, kColumns);
+  float sums[kRowsEach][kColumnsEach] = {};
+#pragma unroll 1
+  for (int i = 0; i < kTile.stages - 1; ++i) start_stage(i);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    async_copy_wait(kTile.stages - 2);
+    __syncthreads();
+    start_stage(step + kTile.stages - 1);
+    const char* stage = shared_bytes + step % kTile.stages * kStageBytes;
+#pragma unroll 2
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      float4 w[kRowsEach];
+#pragma unroll
+      for (int i = 0; i < kRowsEach; ++i)
+        w[i] = *reinterpret_cast<const float4*>(stage + chunk_at<kChunks>(r + i * kAcross, chunk));
+#pragma unroll
+      for (int j = 0; j < kColumnsEach; ++j) {
+        const float4 h = *reinterpret_cast<const float4*>(stage + kWeightBytes +
+                                                          chunk_at<kChunks>(c + j, chunk));
+#pragma unroll
+        for (int i = 0; i < kRowsEach; ++i) {
+          float sum = SampleMath::fma(w[i].x, h.x, sums[i][j]);
+          sum = SampleMath::fma(w[i].y, h.y, sum);
+          sum = SampleMath::fma(w[i].z, h.z, sum);
+          sums[i][j] = SampleMath::fma(w[i].w, h.w, sum);
+        }
+      }
+    }
+  }
+  async_copy_wait(0);
+  __syncthreads();
+  float* tile = reinterpret_cast<float*>(shared_bytes);
+#pragma unroll
+  for (int i = 0; i < kRowsEach; ++i) {
+#pragma unroll
+    for (int j = 0; j < kColumnsEach; ++j)
+      tile[(c + j) * kHeadSumsStride + r + i * kAcross] = sums[i][j];
+  }
+  __syncthreads();
+  finish_tile(p, out, options, tile, first, first_row, kColumns);
+  let_kernel_after_start();
+}
+
+#endif  // CUDA
+
+// ---- for all GPUs ----
 
 // float8_e4m3: four bits of exponent around 7, three of mantissa, and no infinities.
 struct Float8 {
@@ -655,6 +763,27 @@ gpuError launch_tensor_cores(const LmHead& p, const HeadOutput& out, gpuStream s
 }
 #endif
 
+#if !defined(USE_ROCM)
+gpuError launch_float(const LmHead& p, const HeadOutput& out, gpuStream stream) {
+  const bool aligned = aligned_rows(p.weight, p.weight_stride, p.dtype) &&
+                       aligned_rows(p.hidden, p.hidden_stride, p.dtype);
+  const FloatTile tile = float_tile(float_columns(p.batch));
+  const int batch_tiles = static_cast<int>(ceil_div(p.batch, tile.columns));
+  return gpu_launch(tile.columns == 16 ? &float_head_kernel<16> : &float_head_kernel<64>,
+                    dim3(static_cast<unsigned>(tiles_of(p) * batch_tiles)), dim3(tile.threads),
+                    float_shared_bytes(tile), 1, stream, p, out, batch_tiles, aligned);
+}
+#endif
+
+gpuError launch_full(const LmHead& p, const HeadOutput& out, gpuStream stream) {
+  if (p.weight_type == WeightType::float8_e4m3) return launch_plain<float, Float8>(p, out, stream);
+#if defined(USE_ROCM)
+  return launch_plain<float, float>(p, out, stream);
+#else
+  return launch_float(p, out, stream);
+#endif
+}
+
 template <typename T>
 gpuError launch_half(const LmHead& p, const HeadOutput& out, gpuStream stream) {
   const bool narrow = p.weight_type == WeightType::float8_e4m3;
@@ -672,10 +801,7 @@ const char* launch_head(const LmHead& p, const HeadOutput& out, gpuStream stream
   switch (p.dtype) {
     case DType::float16: return message_of(launch_half<float16>(p, out, stream));
     case DType::bfloat16: return message_of(launch_half<bfloat16>(p, out, stream));
-    default:
-      return message_of(p.weight_type == WeightType::float8_e4m3
-                            ? launch_plain<float, Float8>(p, out, stream)
-                            : launch_plain<float, float>(p, out, stream));
+    default: return message_of(launch_full(p, out, stream));
   }
 }
 

@@ -56,6 +56,21 @@ constexpr HeadTile head_tile(int columns) {
                          : HeadTile{columns, 32, columns, 64, 4, 2};
 }
 
+// Float32, without tensor cores.
+constexpr int kFloatStep = 32;
+
+struct FloatTile {
+  int columns, threads;
+  int rows_each, columns_each;  // of a thread
+  int stages;
+};
+
+constexpr int float_columns(int64_t batch) { return batch <= 32 ? 16 : 64; }
+
+constexpr FloatTile float_tile(int columns) {
+  return columns == 16 ? FloatTile{16, 128, 2, 8, 4} : FloatTile{64, 256, 4, 8, 3};
+}
+
 // The form for all types and GPUs, without tensor cores.
 constexpr int kPlainThreads = 256;
 constexpr int kPlainRows = 128;
