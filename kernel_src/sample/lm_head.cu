@@ -67,6 +67,7 @@ constexpr int kHeadSumsStride = kHeadRows + kHeadPad;
 struct RowOptions {
   NoiseKey key;
   Heat heat;
+  float floor;  // what a score must reach: the best of a tile before, or -inf
 };
 
 // All threads of the block; a barrier must follow.
@@ -74,8 +75,21 @@ __device__ __forceinline__ void fetch_options(const LmHead& p, const HeadOutput&
                                               RowOptions* options, int64_t first_row, int columns) {
   if (out.logits != nullptr) return;
   for (int b = threadIdx.x; b < columns; b += blockDim.x) {
-    if (first_row + b < p.batch)
-      options[b] = {key_of_row(out.draws, first_row + b), heat_of(out.draws, first_row + b)};
+    if (first_row + b < p.batch) {
+      options[b] = {key_of_row(out.draws, first_row + b), heat_of(out.draws, first_row + b),
+                    minus_infinity()};
+    }
+  }
+}
+
+__device__ __forceinline__ void fetch_floors(const LmHead& p, const HeadOutput& out,
+                                             RowOptions* options, int64_t first_row, int columns,
+                                             int sample) {
+  for (int b = threadIdx.x; b < columns; b += blockDim.x) {
+    if (first_row + b >= p.batch) return;
+    const volatile uint32_t* floors = out.floors;  // which other blocks write
+    const uint32_t key = floors[(first_row + b) * out.draws.num_samples + sample];
+    options[b].floor = key == 0 ? minus_infinity() : value_of_key<SampleMath>(key);
   }
 }
 
@@ -86,119 +100,175 @@ __device__ __forceinline__ void write_logits(const HeadOutput& out, const float*
   for (int i = threadIdx.x % kWarpSize; i < count; i += kWarpSize) to[i] = logits[i];
 }
 
-__device__ __forceinline__ void draw_tile(const HeadOutput& out, const RowOptions& options,
-                                          const float* tile_logits, int64_t row, int64_t first,
-                                          int count) {
-  const Heat heat = options.heat;
-  const NoiseKey key = options.key;
-  const int lane = threadIdx.x % kWarpSize;
-  // Blocks of Philox start at multiples of four of the whole vocabulary: the first may begin before the tile.
-  const int64_t begin = out.draws.vocab_offset + first;
-  const int before = static_cast<int>(begin & 3);
-#pragma unroll 1
-  for (int sample = 0; sample < out.draws.num_samples; ++sample) {
-    // What a score must reach: the best of a tile before.
-    const int64_t slot = row * out.draws.num_samples + sample;
-    const uint32_t known =
-        out.floors == nullptr ? 0 : *static_cast<const volatile uint32_t*>(out.floors + slot);
-    Candidate best = no_candidate();
-#pragma unroll 1
-    for (int group = 0; group * 4 < count + before; group += kWarpSize) {
-      const int at = (group + lane) * 4 - before;  // of the lane's first logit in the tile
-      float logits[4], bounds[4];
-      if (before == 0) {
-        const float4 four = *reinterpret_cast<const float4*>(tile_logits + at);
-        logits[0] = four.x, logits[1] = four.y, logits[2] = four.z, logits[3] = four.w;
-      } else {
+// The vocabulary of a tile. Blocks of Philox start at multiples of four of the whole vocabulary: the first may begin
+// `before` logits before the tile.
+struct Stretch {
+  int64_t begin;  // in the whole vocabulary
+  int before, count;
+};
+
+// Four logits of a row, from number `at` of the tile on, -inf where there are none, and what their scores are at most.
+struct Four {
+  float logits[4], bounds[4];
+  uint32_t words[4];
+};
+
+__device__ __forceinline__ Four four_of(const Stretch& stretch, const RowOptions& options,
+                                        const float* tile_logits, int at, int sample) {
+  Four four{};
+  if (stretch.before == 0) {
+    const float4 vector = *reinterpret_cast<const float4*>(tile_logits + at);
+    four.logits[0] = vector.x, four.logits[1] = vector.y;
+    four.logits[2] = vector.z, four.logits[3] = vector.w;
+  } else {
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
-          logits[k] = at + k >= 0 && at + k < count ? tile_logits[at + k] : minus_infinity();
+    for (int k = 0; k < 4; ++k)
+      four.logits[k] =
+          at + k >= 0 && at + k < stretch.count ? tile_logits[at + k] : minus_infinity();
+  }
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const bool there = at + k < stretch.count && four.logits[k] == four.logits[k];
+    four.logits[k] = there ? four.logits[k] : minus_infinity();
+    four.bounds[k] = four.logits[k];
+  }
+  if (!options.heat.greedy) {
+    const PhiloxWords words = noise_words(options.key, (stretch.begin + at) >> 2, sample);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      four.words[k] = words.words[k];
+      four.bounds[k] = SampleMath::fma(four.logits[k], options.heat.inv_temperature,
+                                       gumbel_bound<SampleMath>(words.words[k]));
+    }
+  }
+  return four;
+}
+
+// Whether any logit of the kCount rows from `rows` on may reach its floor: a bit for each row, in all lanes.
+template <int kCount>
+__device__ __forceinline__ uint32_t rows_that_may_win(const Stretch& stretch,
+                                                      const RowOptions* options, const float* tile,
+                                                      int sample) {
+  bool may[kCount] = {};
+#pragma unroll 1
+  for (int group = 0; group * 4 < stretch.count + stretch.before; group += kWarpSize) {
+    const int at = (group + static_cast<int>(threadIdx.x % kWarpSize)) * 4 - stretch.before;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const Four four = four_of(stretch, options[i], tile + i * kHeadSumsStride, at, sample);
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        may[i] |= four.bounds[k] >= options[i].floor && four.bounds[k] > minus_infinity();
+    }
+  }
+  uint32_t rows = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) rows |= warp_any(may[i]) ? 1u << i : 0u;
+  return rows;
+}
+
+// The best of a row, in every lane.
+__device__ __forceinline__ Candidate draw_row(const Stretch& stretch, const RowOptions& options,
+                                              const float* tile_logits, int first, int sample) {
+  Candidate best = no_candidate();
+  float floor = options.floor;
+#pragma unroll 1
+  for (int group = 0; group * 4 < stretch.count + stretch.before; group += kWarpSize) {
+    const int at = (group + static_cast<int>(threadIdx.x % kWarpSize)) * 4 - stretch.before;
+    const Four four = four_of(stretch, options, tile_logits, at, sample);
+    int likely = 0;
+    float likely_bound = four.bounds[0];
+#pragma unroll
+    for (int k = 1; k < 4; ++k) {
+      likely = four.bounds[k] > likely_bound ? k : likely;
+      likely_bound = four.bounds[k] > likely_bound ? four.bounds[k] : likely_bound;
+    }
+    // In every lane the one that is likeliest by its bound; then those that may still be better than the best.
+    uint32_t open = likely_bound >= floor && likely_bound > minus_infinity() ? 1u << likely : 0u;
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn) {
+      while (open != 0) {
+        const int chosen = __ffs(static_cast<int>(open)) - 1;
+        open &= open - 1;
+        float logit = four.logits[0];
+        uint32_t word = four.words[0];
+#pragma unroll
+        for (int k = 1; k < 4; ++k) {
+          logit = k == chosen ? four.logits[k] : logit;
+          word = k == chosen ? four.words[k] : word;
+        }
+        const float score =
+            options.heat.greedy
+                ? logit
+                : SampleMath::fma(logit, options.heat.inv_temperature, gumbel_of<SampleMath>(word));
+        offer(best, score, logit, first + at + chosen);
       }
+      if (turn != 0) break;
+      floor = warp_greatest(best.score > floor ? best.score : floor);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        logits[k] = at + k < count && logits[k] == logits[k] ? logits[k] : minus_infinity();
-        bounds[k] = logits[k];
-      }
-      uint32_t words[4] = {};
-      if (!heat.greedy) {
-        const PhiloxWords four = noise_words(key, (begin + at) >> 2, sample);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          words[k] = four.words[k];
-          bounds[k] =
-              SampleMath::fma(logits[k], heat.inv_temperature, gumbel_bound<SampleMath>(words[k]));
-        }
-      }
-      int likely = 0;
-      float likely_bound = bounds[0];
-#pragma unroll
-      for (int k = 1; k < 4; ++k) {
-        likely = bounds[k] > likely_bound ? k : likely;
-        likely_bound = bounds[k] > likely_bound ? bounds[k] : likely_bound;
-      }
-      float floor = known == 0 ? minus_infinity() : value_of_key<SampleMath>(known);
-      floor = best.score > floor ? best.score : floor;
-      const bool may_win = likely_bound >= floor && likely_bound > minus_infinity();
-      if (!warp_any(may_win)) continue;
-      // In every lane the one that is likeliest by its bound; then those that may still be better than the best.
-      uint32_t open = may_win ? 1u << likely : 0u;
-#pragma unroll 1
-      for (int turn = 0; turn < 2; ++turn) {
-        while (open != 0) {
-          const int chosen = __ffs(static_cast<int>(open)) - 1;
-          open &= open - 1;
-          float logit = logits[0];
-          uint32_t word = words[0];
-#pragma unroll
-          for (int k = 1; k < 4; ++k) {
-            logit = k == chosen ? logits[k] : logit;
-            word = k == chosen ? words[k] : word;
-          }
-          const float score = heat.greedy ? logit
-                                          : SampleMath::fma(logit, heat.inv_temperature,
-                                                            gumbel_of<SampleMath>(word));
-          offer(best, score, logit, static_cast<int>(first) + at + chosen);
-        }
-        if (turn != 0) break;
-        floor = warp_greatest(best.score > floor ? best.score : floor);
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-          open |= k != likely && bounds[k] >= floor && bounds[k] > minus_infinity() ? 1u << k : 0u;
-      }
-    }
-    if (warp_any(best.index != kNoIndex)) best = warp_best(best);
-    if (lane == 0) {
-      out.candidates[(row * out.tiles + first / kHeadRows) * out.draws.num_samples + sample] = best;
-      if (out.floors != nullptr && best.index != kNoIndex) {
-        const uint32_t reached = key_of<SampleMath>(best.score);
-        if (reached > known) atomicMax(out.floors + slot, reached);
+        const bool may = k != likely && four.bounds[k] >= floor;
+        open |= may && four.bounds[k] > minus_infinity() ? 1u << k : 0u;
       }
     }
   }
+  return warp_best(best);
 }
 
 // All threads of the block, when the sums are there.
 __device__ __forceinline__ void finish_tile(const LmHead& p, const HeadOutput& out,
-                                            const RowOptions* options, float* tile, int64_t first,
+                                            RowOptions* options, float* tile, int64_t first,
                                             int64_t first_row, int columns) {
   const int count = static_cast<int>(p.vocab - first < kHeadRows ? p.vocab - first : kHeadRows);
-  const int warps = blockDim.x / kWarpSize;
-  const bool as_it_is = p.weight_scale == nullptr && p.bias == nullptr && p.softcap == 0.0f;
+  const int warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  const int rows = static_cast<int>(p.batch - first_row < columns ? p.batch - first_row : columns);
+  if (p.weight_scale != nullptr || p.bias != nullptr || p.softcap != 0.0f) {
+    for (int b = warp; b < rows; b += warps) {
 #pragma unroll 1
-  for (int b = threadIdx.x / kWarpSize; b < columns; b += warps) {
-    const int64_t row = first_row + b;
-    if (row >= p.batch) return;
-    float* logits = tile + b * kHeadSumsStride;
-    if (!as_it_is) {
-#pragma unroll 1
-      for (int i = threadIdx.x % kWarpSize; i < count; i += kWarpSize)
-        logits[i] = logit_of_sum(p, logits[i], first + i);
-      warp_barrier();
+      for (int i = lane; i < count; i += kWarpSize)
+        tile[b * kHeadSumsStride + i] = logit_of_sum(p, tile[b * kHeadSumsStride + i], first + i);
     }
-    if (out.logits != nullptr) {
-      write_logits(out, logits, row, first, count);
-    } else {
-      draw_tile(out, options[b], logits, row, first, count);
+    __syncthreads();
+  }
+  if (out.logits != nullptr) {
+    for (int b = warp; b < rows; b += warps)
+      write_logits(out, tile + b * kHeadSumsStride, first_row + b, first, count);
+    return;
+  }
+  const int64_t begin = out.draws.vocab_offset + first;
+  const Stretch stretch{begin, static_cast<int>(begin & 3), count};
+  // Of so many rows at once it is found out whether they may win, which hides how long each takes.
+  constexpr int kAhead = 4;
+  const int ahead = out.floors == nullptr ? 1 : kAhead;
+#pragma unroll 1
+  for (int sample = 0; sample < out.draws.num_samples; ++sample) {
+    if (out.floors != nullptr) {
+      if (sample != 0) __syncthreads();
+      fetch_floors(p, out, options, first_row, columns, sample);
+      __syncthreads();
+    }
+#pragma unroll 1
+    for (int b = warp * ahead; b < rows; b += warps * ahead) {
+      const uint32_t may_win =
+          out.floors == nullptr
+              ? ~0u
+              : rows_that_may_win<kAhead>(stretch, options + b, tile + b * kHeadSumsStride, sample);
+#pragma unroll 1
+      for (int i = 0; i < ahead && b + i < rows; ++i) {
+        const int64_t row = first_row + b + i;
+        Candidate best = no_candidate();
+        if ((may_win >> i & 1) != 0) {
+          best = draw_row(stretch, options[b + i], tile + (b + i) * kHeadSumsStride,
+                          static_cast<int>(first), sample);
+        }
+        if (lane != 0) continue;
+        out.candidates[(row * out.tiles + first / kHeadRows) * out.draws.num_samples + sample] =
+            best;
+        if (out.floors != nullptr && best.index != kNoIndex)
+          atomicMax(out.floors + row * out.draws.num_samples + sample,
+                    key_of<SampleMath>(best.score));
+      }
     }
   }
 }
@@ -375,14 +445,13 @@ constexpr int head_shared_bytes(HeadTile tile, bool narrow) {
   return options_at(tile, narrow) + tile.columns * static_cast<int>(sizeof(RowOptions));
 }
 
-static_assert(head_shared_bytes(head_tile(128), false) <= 99 * 1024,
-              "what a block may have on GPUs with the least shared memory");
-
 template <typename T, int kColumns, bool kAligned, bool kNarrow>
-__global__ void __launch_bounds__(kHeadThreads, kAligned ? head_tile(kColumns).blocks : 2)
+__global__ void __launch_bounds__(kHeadThreads, kAligned ? head_tile(kColumns, kNarrow).blocks : 2)
     head_kernel(const LmHead p, const HeadOutput out, const int batch_tiles) {
   extern __shared__ __align__(128) char shared_bytes[];
-  constexpr HeadTile kTile = head_tile(kColumns);
+  constexpr HeadTile kTile = head_tile(kColumns, kNarrow);
+  static_assert(head_shared_bytes(kTile, kNarrow) <= kHeadSharedBytes,
+                "what a block may have on every GPU");
   constexpr int kWarpsDown = kHeadRows / kTile.warp_rows;
   static_assert(kWarpsDown * (kColumns / kTile.warp_columns) * kWarpSize == kHeadThreads,
                 "every part of the tile has a warp");
@@ -451,8 +520,8 @@ __global__ void __launch_bounds__(kHeadThreads, kAligned ? head_tile(kColumns).b
     }
   };
 
-  fetch_options(p, out, reinterpret_cast<RowOptions*>(shared_bytes + options_at(kTile, kNarrow)),
-                first_row, kColumns);
+  RowOptions* options = reinterpret_cast<RowOptions*>(shared_bytes + options_at(kTile, kNarrow));
+  fetch_options(p, out, options, first_row, kColumns);
   float sums[kFragments][kColumnFragments][4] = {};
 #pragma unroll
   for (int i = 0; i < kTile.stages - 1; ++i) start_stage();
@@ -492,22 +561,18 @@ __global__ void __launch_bounds__(kHeadThreads, kAligned ? head_tile(kColumns).b
 
   // Turned over: the stages are no longer needed.
   float* tile = reinterpret_cast<float*>(shared_bytes);
+  float* own = tile + (warp_column + lane % 4 * 2) * kHeadSumsStride + warp_row + lane / 4;
 #pragma unroll
   for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
     for (int c = 0; c < kColumnFragments; ++c) {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int row = warp_row + f * 16 + lane / 4 + k / 2 * 8;
-        const int column = warp_column + c * 8 + lane % 4 * 2 + k % 2;
-        tile[column * kHeadSumsStride + row] = sums[f][c][k];
-      }
+      for (int k = 0; k < 4; ++k)
+        own[(c * 8 + k % 2) * kHeadSumsStride + f * 16 + k / 2 * 8] = sums[f][c][k];
     }
   }
   __syncthreads();
-  finish_tile(p, out,
-              reinterpret_cast<const RowOptions*>(shared_bytes + options_at(kTile, kNarrow)), tile,
-              first, first_row, kColumns);
+  finish_tile(p, out, options, tile, first, first_row, kColumns);
   let_kernel_after_start();
 }
 
@@ -741,21 +806,23 @@ gpuError launch_tensor_cores(const LmHead& p, const HeadOutput& out, gpuStream s
   // Of float8, half as many bytes: twice the alignment of the same numbers in a half type.
   const bool aligned = aligned_rows(p.weight, p.weight_stride, p.dtype, kNarrow ? 32 : 16) &&
                        aligned_rows(p.hidden, p.hidden_stride, p.dtype);
-  // Rows that are not aligned are read by the element, whatever the tile: two sizes do.
-  const int fitting = head_columns(p.batch);
-  const int columns = aligned ? fitting : fitting <= 16 ? 16 : 64;
+  // Rows that are not aligned are read by the word, whatever the tile: two sizes do.
+  const int fitting = head_columns(p.batch, kNarrow);
+  const HeadTile tile = head_tile(aligned ? fitting : fitting <= 16 ? 16 : 64, kNarrow);
+  const int columns = tile.columns;
   const int batch_tiles = static_cast<int>(ceil_div(p.batch, columns));
   const dim3 grid(static_cast<unsigned>(tiles_of(p) * batch_tiles));
   const auto run = [&](auto kernel) {
-    return gpu_launch(kernel, grid, dim3(kHeadThreads),
-                      head_shared_bytes(head_tile(columns), kNarrow), 1, stream, p, out,
-                      batch_tiles);
+    return gpu_launch(kernel, grid, dim3(kHeadThreads), head_shared_bytes(tile, kNarrow), 1, stream,
+                      p, out, batch_tiles);
   };
   return with_bool(aligned, [&](auto is_aligned) {
     if constexpr (is_aligned) {
       if (columns == 8) return run(&head_kernel<T, 8, true, kNarrow>);
       if (columns == 32) return run(&head_kernel<T, 32, true, kNarrow>);
-      if (columns == 128) return run(&head_kernel<T, 128, true, kNarrow>);
+      if constexpr (!kNarrow) {
+        if (columns == 128) return run(&head_kernel<T, 128, true, kNarrow>);
+      }
     }
     if (columns == 16) return run(&head_kernel<T, 16, is_aligned, kNarrow>);
     return run(&head_kernel<T, 64, is_aligned, kNarrow>);

@@ -109,15 +109,6 @@ __device__ __forceinline__ bool warp_any(bool condition) {
 #endif
 }
 
-// What the lanes of a warp have written to shared memory is seen by all of them.
-__device__ __forceinline__ void warp_barrier() {
-#if defined(USE_ROCM)
-  __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
-#else
-  __syncwarp();
-#endif
-}
-
 // Words `shift` (0 to 3) to `shift + kCount - 1` of the blocks from `block` on.
 template <int kCount>
 __device__ __forceinline__ void words_of(const NoiseKey& key, int64_t block, int shift, int sample,
