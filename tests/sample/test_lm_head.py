@@ -209,6 +209,66 @@ def test_shards_combine_to_the_token_of_the_whole(fuselage, device, dtype, cuts)
         fuselage.combine_shard_samples([])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "dim"),
+    [(torch.float32, 96), (torch.float32, 33)]
+    + [(dtype, dim) for dtype in (torch.float16, torch.bfloat16) for dim in (100, 33)],
+    ids=lambda value: str(value).split(".")[-1],
+)
+def test_the_tiles_of_the_batch_do_not_matter(fuselage, device, dtype, dim):
+    """Tiles have 8 to 128 rows of the batch, of which some are greedy."""
+    hidden, weight = make(300, 259, dim, dtype, device)
+    seed = torch.arange(300, device=device)
+    temperature = (seed % 4).float()
+    options = {"vocab_offset": 1, "num_samples": 2}
+
+    def shard(rows):
+        return fuselage.lm_head_sample_shard(
+            hidden[:rows],
+            weight,
+            seed=seed[:rows],
+            offset=torch.ones(rows, dtype=torch.int64, device=device),
+            temperature=temperature[:rows],
+            **options,
+        )
+
+    everything = shard(300)
+    logits = exact_logits(hidden, weight)
+    for row in range(0, 300, 37):
+        for sample, token in enumerate(everything.tokens[row].tolist()):
+            scores = logits[row]
+            if row % 4 != 0:
+                scores = reference.scores(logits[row], row % 4, row, 1, 0, sample, 1)
+            assert scores[token - 1] >= scores.max() - SLACK, (row, sample)
+    for rows in (1, 16, 63, 64, 65, 127, 128, 129):
+        for name, some, of_all in zip(everything._fields, shard(rows), everything):
+            assert torch.equal(some, of_all[:rows]), (rows, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("dim", [96, 100, 33])
+def test_the_tiles_of_float8_do_not_matter(fuselage, device, dtype, dim):
+    hidden, weight = make(140, 259, dim, dtype, device)
+    narrow = weight.to(torch.float8_e4m3fn)
+    scale = (torch.rand(259) + 0.5).to(device)
+
+    def shard(rows):
+        return fuselage.lm_head_sample_shard(
+            hidden[:rows],
+            narrow,
+            weight_scale=scale,
+            seed=3,
+            offset=torch.zeros(1, dtype=torch.int64, device=device),
+            vocab_offset=0,
+        )
+
+    everything = shard(140)
+    check_draws(everything.tokens, exact_logits(hidden, narrow, scale=scale), seed=3, slack=SLACK)
+    for rows in (1, 16, 32, 33, 65, 129):
+        for name, some, of_all in zip(everything._fields, shard(rows), everything):
+            assert torch.equal(some, of_all[:rows]), (rows, name)
+
+
 @each_dtype
 def test_equal_scores_of_two_shards_go_to_the_lowest_index(fuselage, device, dtype):
     hidden, weight = make(2, 64, 32, dtype, device)
