@@ -121,6 +121,15 @@ __device__ __forceinline__ void copy_tile_to(uint32_t blocks, uint32_t to, const
       : "memory");
 }
 
+// Where lane `lane` finds its row of the matrices that are two chunks of 16 bytes of 16 rows, as the copy engine
+// swizzles rows of 128 or 64 bytes. Those of the i-th two are at this ^ i * 32.
+template <int kRowBytes>
+__device__ __forceinline__ uint32_t narrow_chunk_of(int lane) {
+  const int row = lane % 16, chunk = lane / 16;
+  const int turned = chunk ^ (kRowBytes == 128 ? row % 8 : row / 2 % 4);
+  return static_cast<uint32_t>(row * kRowBytes + turned * 16);
+}
+
 // ---- matrix products ----
 
 // A matrix in shared memory, in rows of 128 bytes, 8 of which are swizzled together.

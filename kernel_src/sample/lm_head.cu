@@ -14,6 +14,7 @@
 // Float32 has a kernel without tensor cores, and AMD GPUs one for all types.
 
 #if !defined(USE_ROCM)
+#include "sample/fragments.h"
 #include "sample/lm_head_sm90.h"
 #endif
 #include "sample/sample_device.h"
@@ -369,13 +370,6 @@ __device__ __forceinline__ void copy_rows(uint32_t shared, const E* matrix, int6
       }
     }
   }
-}
-
-__device__ __forceinline__ void load_matrices(uint32_t shared, uint32_t (&r)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared)
-               : "memory");
 }
 
 template <typename T>
@@ -876,10 +870,19 @@ const char* launch_head(const LmHead& p, const HeadOutput& out, gpuStream stream
 
 namespace gpu {
 
-const char* lm_head_logits(const LmHead& p, float* logits, int64_t stride, int device,
-                           void* stream) {
+int64_t lm_head_logits_workspace(const LmHead& p, int device) {
 #if !defined(USE_ROCM)
-  if (lm_head_sm90_serves(p, device)) return lm_head_logits_sm90(p, logits, stride, device, stream);
+  if (lm_head_sm90_serves(p, device)) return lm_head_logits_sm90_workspace(p);
+#endif
+  return 0;
+}
+
+const char* lm_head_logits(const LmHead& p, float* logits, int64_t stride, void* workspace,
+                           int device, void* stream) {
+#if !defined(USE_ROCM)
+  if (lm_head_sm90_serves(p, device)) {
+    return lm_head_logits_sm90(p, logits, stride, workspace, device, stream);
+  }
 #endif
   HeadOutput out{};
   out.stride = stride;

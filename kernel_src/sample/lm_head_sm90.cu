@@ -1,4 +1,5 @@
-// The draw from a language-model head on Hopper GPUs (see sample/sample.h), for float16 and bfloat16.
+// The draw from a language-model head on Hopper GPUs (see sample/sample.h), for float16 and bfloat16, and for weights
+// of float8 beside hidden of these.
 //
 // The vocabulary is the rows of the matrix product, the batch its columns, and what is accumulated over the
 // depth never leaves the registers. A block has two warpgroups that multiply, of 64 rows each, and a warp that
@@ -12,6 +13,11 @@
 // logits it takes a few instructions to see that they cannot win: the bound of their score is below the greatest score
 // of the row so far, which all blocks share. The others are queued, and scored exactly and without branches that diverge.
 //
+// Weights of float8 stay as they are in shared memory. A warp loads its rows, turns them into hidden's type, which is
+// exact, and multiplies them from registers, while the products before them run. Of 16 columns a lane loads four
+// that are neighbours, where the product wants two times two: a kernel before this one puts hidden's columns in that
+// order, and into tiles.
+//
 // A logit is accumulated in the order of the depth, whatever the batch and the tile. The greatest score, of
 // equals that of the lowest index, has no order. So a draw depends on neither.
 #include "sample/lm_head_sm90.h"
@@ -20,6 +26,7 @@
 #include <type_traits>
 
 #include "common/launch_policy.h"
+#include "sample/fragments.h"
 #include "sample/hopper.h"
 #include "sample/sample_device.h"
 #include "sample/wgmma.h"
@@ -34,8 +41,9 @@ constexpr int kGroupRows = 64;             // of a warpgroup's matrix product
 constexpr int kTileRows = 2 * kGroupRows;  // of a block
 constexpr int kUnitRows = 16;              // by which tiles differ, four blocks of noise
 constexpr int kTileUnits = kTileRows / kUnitRows;
-constexpr int kDepth = 64;  // elements of a stage: rows of 128 bytes
+constexpr int kHiddenDepth = 64;  // elements of a tile of hidden: rows of 128 bytes
 constexpr int kRowBytes = 128;
+constexpr int kNarrowDepth = 128;  // float8: the depth is filled up to a multiple
 constexpr int kMultiplyingWarps = 8;
 constexpr int kNoiseWarps = 3;
 constexpr int kNoiseThreads = 32 * kNoiseWarps;
@@ -64,7 +72,22 @@ constexpr int columns_bytes(int columns, int samples) {
 // Of samples as many as leave room for the stages.
 constexpr int most_samples(int columns) { return columns >= 256 ? 1 : columns >= 64 ? 4 : 16; }
 
-constexpr int stage_bytes(int columns) { return (kTileRows + columns) * kRowBytes; }
+// Elements of a stage. Float8: two tiles of hidden beside rows of 128 bytes, where shared memory has room for them.
+constexpr int depth_of(int columns, bool narrow) {
+  return narrow && columns < 256 ? kNarrowDepth : kHiddenDepth;
+}
+constexpr int weight_row_bytes(int columns, bool narrow) {
+  return depth_of(columns, narrow) * (narrow ? 1 : 2);
+}
+constexpr int weight_bytes(int columns, bool narrow) {
+  return kTileRows * weight_row_bytes(columns, narrow);
+}
+constexpr int hidden_rows(int columns, bool narrow) {
+  return columns * (depth_of(columns, narrow) / kHiddenDepth);
+}
+constexpr int stage_bytes(int columns, bool narrow) {
+  return weight_bytes(columns, narrow) + hidden_rows(columns, narrow) * kRowBytes;
+}
 constexpr int noise_bytes(int columns) { return kTileRows / 4 * columns * 2; }
 constexpr int kQueueBytes = kMultiplyingWarps * kQueue * 8;
 constexpr int kBarrierBytes = (2 * kMostStages + 2) * 8;
@@ -74,16 +97,17 @@ constexpr int fixed_bytes(int columns) {
          kBarrierBytes;
 }
 
-constexpr int stages_of(int columns) {
-  const int stages = (kMostShared - fixed_bytes(columns)) / stage_bytes(columns);
+constexpr int stages_of(int columns, bool narrow) {
+  const int stages = (kMostShared - fixed_bytes(columns)) / stage_bytes(columns, narrow);
   return stages < kMostStages ? stages : kMostStages;
 }
 
-constexpr int shared_bytes_of(int columns) {
-  return stages_of(columns) * stage_bytes(columns) + fixed_bytes(columns);
+constexpr int shared_bytes_of(int columns, bool narrow) {
+  return stages_of(columns, narrow) * stage_bytes(columns, narrow) + fixed_bytes(columns);
 }
 
-static_assert(stages_of(256) == 4 && stages_of(128) == 6,
+static_assert(stages_of(256, false) == 4 && stages_of(128, false) == 6 &&
+                  stages_of(256, true) == 4 && stages_of(128, true) == 4,
               "three stages are too few to hide latency");
 
 struct HeadDraw {
@@ -96,6 +120,8 @@ struct HeadDraw {
   int batch_start;  // rows of the batch before those of this launch
   int num_samples;
   Draws draws;
+  const float* weight_scale;  // [vocab], [1], or null; of float8
+  bool scale_per_row;
   const void* bias;
   DType bias_dtype;
   float softcap;
@@ -500,15 +526,18 @@ __device__ __forceinline__ Tile tile_of(const HeadDraw& p, int number) {
 
 // ---- the kernel ----
 
-template <typename T, int kColumns, int kCluster>
+template <typename T, int kColumns, int kCluster, bool kNarrow>
 __global__ void __launch_bounds__(kThreads, 1)
     lm_head_kernel(const __grid_constant__ CUtensorMap weight_more,  // the rows of greater tiles
                    const __grid_constant__ CUtensorMap weight_less,  // 16 fewer
-                   const __grid_constant__ CUtensorMap hidden_tile,  // kColumns / kCluster rows
+                   const __grid_constant__ CUtensorMap hidden_tile,  // a block's part of a stage
                    const __grid_constant__ HeadDraw p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kStages = stages_of(kColumns);
-  constexpr int kStageBytes = stage_bytes(kColumns);
+  constexpr int kStages = stages_of(kColumns, kNarrow);
+  constexpr int kStageBytes = stage_bytes(kColumns, kNarrow);
+  constexpr int kWeightBytes = weight_bytes(kColumns, kNarrow);
+  constexpr int kWeightRowBytes = weight_row_bytes(kColumns, kNarrow);
+  constexpr int kDepth = depth_of(kColumns, kNarrow);
   constexpr int kSamples = most_samples(kColumns);
   extern __shared__ __align__(1024) char shared[];
   const uint32_t stages = shared_address(shared);
@@ -569,25 +598,41 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp >= kMultiplyingWarps) {
     registers_give_back<kOtherRegisters>();
     if (warp == kMultiplyingWarps && lane == 0) {
+      constexpr int kHiddenRows = hidden_rows(kColumns, kNarrow);
+      const auto copy_weight = [&](const Tile& tile, int step, int stage) {
+        barrier_expect(full + 8 * stage,
+                       tile.units * (kUnitRows * kWeightRowBytes) + kHiddenRows * kRowBytes);
+        if (tile.units != 0) {
+          copy_tile(stages + stage * kStageBytes,
+                    tile.units == most_units ? weight_more : weight_less, step * kDepth, tile.row,
+                    full + 8 * stage, kReadOnce);
+        }
+      };
+      // Stages whose weights are on their way. The kernel before makes nothing but the tiles of hidden.
+      int early = 0;
+      if (kNarrow) {
+        const Tile tile = tile_of(p, blockIdx.x);
+        for (; early < kStages && early < p.steps; ++early) copy_weight(tile, early, early);
+        wait_for_kernel_before();
+      }
       for (int number = blockIdx.x; number < p.tiles; number += gridDim.x) {
         const Tile tile = tile_of(p, number);
 
-        const uint32_t bytes = tile.units * (kUnitRows * kRowBytes) + kColumns * kRowBytes;
         for (int step = 0; step < p.steps; ++step) {
-          const uint32_t weight = stages + stage * kStageBytes;
-          const uint32_t hidden = weight + kTileRows * kRowBytes;
+          const uint32_t hidden = stages + stage * kStageBytes + kWeightBytes;
           barrier_wait(empty + 8 * stage, phase ^ 1);
-          barrier_expect(full + 8 * stage, bytes);
-          if (tile.units != 0) {
-            copy_tile(weight, tile.units == most_units ? weight_more : weight_less, step * kDepth,
-                      tile.row, full + 8 * stage, kReadOnce);
-          }
-          if (kCluster > 1) {
-            constexpr int kPart = kColumns / kCluster;
-            copy_tile_to((1u << kCluster) - 1, hidden + rank * kPart * kRowBytes, hidden_tile,
-                         step * kDepth, rank * kPart, full + 8 * stage, kReadOften);
+          if (!kNarrow || early == 0) {
+            copy_weight(tile, step, stage);
           } else {
-            copy_tile(hidden, hidden_tile, step * kDepth, 0, full + 8 * stage, kReadOften);
+            --early;
+          }
+          const int column = kNarrow ? 0 : step * kDepth, row = kNarrow ? step * kHiddenRows : 0;
+          if (kCluster > 1) {
+            constexpr int kPart = kHiddenRows / kCluster;
+            copy_tile_to((1u << kCluster) - 1, hidden + rank * kPart * kRowBytes, hidden_tile,
+                         column, row + rank * kPart, full + 8 * stage, kReadOften);
+          } else {
+            copy_tile(hidden, hidden_tile, column, row, full + 8 * stage, kReadOften);
           }
           if (++stage == kStages) {
             stage = 0;
@@ -622,10 +667,65 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int number = blockIdx.x; number < p.tiles; number += gridDim.x) {
       const Tile tile = tile_of(p, number);
       float logits[kColumns / 2];
-      for (int step = 0; step < p.steps; ++step) {
+      // The rows of this warp, and those of them that are there.
+      const int row = tile.row + warp * kUnitRows;
+      const int upper = row + (lane >> 2), lower = upper + 8;
+      const bool has_upper = upper >= 0 && upper < p.vocab,
+                 has_lower = lower >= 0 && lower < p.vocab;
+      float upper_scale = 1.0f, lower_scale = 1.0f;  // on their way beside the products
+      if (kNarrow && p.weight_scale != nullptr && warp < tile.units) {
+        if (has_upper) upper_scale = p.weight_scale[p.scale_per_row ? upper : 0];
+        if (has_lower) lower_scale = p.weight_scale[p.scale_per_row ? lower : 0];
+      }
+
+      if constexpr (kNarrow) {
+        // Two halves of a stage, of which the products of one run while the other is loaded and widened.
+        constexpr int kBlocks = kDepth / 32;  // of 16 elements
+        uint32_t fragments[2][kBlocks][4];
+        const uint32_t own = narrow_chunk_of<kWeightRowBytes>(lane);
+        for (int step = 0; step < p.steps; ++step) {
+          const uint32_t weight =
+              stages + stage * kStageBytes + warp * (kUnitRows * kWeightRowBytes);
+          const uint64_t hidden = matrix_of(stages + stage * kStageBytes + kWeightBytes);
+          barrier_wait(full + 8 * stage, phase);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            uint32_t words[kBlocks / 2][4];
+#pragma unroll
+            for (int i = 0; i < kBlocks / 2; ++i) {
+              load_matrices(weight + (own ^ (half * kBlocks / 2 + i) * 32), words[i]);
+            }
+            // All but the other half are done: these registers are free, and, after the first, the stage before.
+            products_wait<1>();
+            if (half == 1 && step > 0) {
+              free_stage<kCluster>(empty + 8 * (stage == 0 ? kStages - 1 : stage - 1), lane);
+            }
+#pragma unroll
+            for (int i = 0; i < kBlocks; ++i) {
+              const uint32_t* two = words[i / 2] + i % 2 * 2;
+              widen<T>(two[0], fragments[half][i][0], fragments[half][i][2]);
+              widen<T>(two[1], fragments[half][i][1], fragments[half][i][3]);
+            }
+            products_begin();
+#pragma unroll
+            for (int i = 0; i < kBlocks; ++i) {
+              const int k = half * kBlocks + i;
+              Wgmma<T, kColumns>::run(logits, fragments[half][i],
+                                      hidden + k / 4 * (kColumns * kRowBytes / 16) + k % 4 * 2,
+                                      step > 0 || k > 0);
+            }
+            products_commit();
+          }
+          if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+          }
+        }
+      }
+      for (int step = 0; step < p.steps && !kNarrow; ++step) {
         const uint64_t weight =
             matrix_of(stages + stage * kStageBytes + group * kGroupRows * kRowBytes);
-        const uint64_t hidden = matrix_of(stages + stage * kStageBytes + kTileRows * kRowBytes);
+        const uint64_t hidden = matrix_of(stages + stage * kStageBytes + kWeightBytes);
         barrier_wait(full + 8 * stage, phase);
         products_begin();
 #pragma unroll
@@ -646,11 +746,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       free_stage<kCluster>(empty + 8 * (stage == 0 ? kStages - 1 : stage - 1), lane);
       hold(logits);
 
-      // The rows of this warp, and those of them that are there.
-      const int row = tile.row + warp * kUnitRows;
-      const int upper = row + (lane >> 2), lower = upper + 8;
-      const bool has_upper = upper >= 0 && upper < p.vocab,
-                 has_lower = lower >= 0 && lower < p.vocab;
+      if (kNarrow) {
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; ++i) {
+          logits[i] = __fmul_rn(logits[i], i & 2 ? lower_scale : upper_scale);
+        }
+      }
       if (p.bias != nullptr) {
         const float upper_bias =
             has_upper && warp < tile.units ? bias_at(p.bias, p.bias_dtype, upper) : 0.0f;
@@ -726,6 +827,51 @@ __global__ void clear_kernel(uint32_t* values, int count) {
   for (int i = threadIdx.x; i < count; i += blockDim.x) values[i] = 0;
 }
 
+struct HiddenTiles {
+  const uint16_t* hidden;  // [batch, dim]
+  int64_t stride, dim;
+  int batch, columns;
+  int blocks;       // of 16 elements, with those that fill up the depth
+  uint4* tiles;     // [blocks / 4, columns, 64], and in each block the order of the products
+  uint32_t* least;  // [count], to be cleared
+  int count;
+};
+
+constexpr int kTilesThreads = 256;
+
+// Puts hidden into tiles, a block of 16 elements a thread, and clears as the kernel above. NOTE: its note holds here.
+__global__ void __launch_bounds__(kTilesThreads) hidden_tiles_kernel(const HiddenTiles p) {
+  let_kernel_after_start();
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < p.count; i += kTilesThreads) p.least[i] = 0;
+  }
+  const int64_t i = int64_t{blockIdx.x} * kTilesThreads + threadIdx.x;
+  const int column = static_cast<int>(i / p.blocks), block = static_cast<int>(i % p.blocks);
+  if (column >= p.columns) return;
+  const int64_t first = int64_t{block} * 16;
+  const uint16_t* from = p.hidden + column * p.stride + first;
+  uint32_t pairs[8] = {};
+  if (column < p.batch && first + 16 <= p.dim && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const uint4 four = load_global_16(from + 8 * k);
+      pairs[4 * k] = four.x;
+      pairs[4 * k + 1] = four.y;
+      pairs[4 * k + 2] = four.z;
+      pairs[4 * k + 3] = four.w;
+    }
+  } else if (column < p.batch) {
+#pragma unroll
+    for (int k = 0; k < 16; ++k) {
+      if (first + k < p.dim) pairs[k / 2] |= uint32_t{from[k]} << (k % 2 * 16);
+    }
+  }
+  // A lane has four neighbours, and multiplies the first two as of the lower half, the others as of the upper half.
+  uint4* to = p.tiles + (int64_t{block / 4} * p.columns + column) * 8 + block % 4 * 2;
+  to[0] = make_uint4(pairs[0], pairs[2], pairs[4], pairs[6]);
+  to[1] = make_uint4(pairs[1], pairs[3], pairs[5], pairs[7]);
+}
+
 struct Finish {
   const unsigned long long* candidates;  // [blocks, num_samples, columns]
   int blocks, columns, batch, num_samples, batch_start;
@@ -771,8 +917,9 @@ __global__ void __launch_bounds__(kHeadFinishThreads) head_finish_kernel(Finish 
 // launchers
 
 // The columns of a launch for `batch` rows: the least that has room for them.
-int columns_of(int64_t batch) {
-  for (const int columns : {8, 16, 32, 64, 128}) {
+int columns_of(int64_t batch, bool narrow) {
+  if (batch <= 8 && !narrow) return 8;
+  for (const int columns : {16, 32, 64, 128}) {
     if (batch <= columns) return columns;
   }
   return 256;
@@ -787,7 +934,8 @@ constexpr int most_columns(int num_samples) {
                                             : 0;
 }
 
-constexpr int cluster_of(int columns) { return columns <= 32 ? 1 : 2; }
+// Beside float8, hidden is twice as much of what is read.
+constexpr int cluster_of(int columns, bool narrow) { return columns <= (narrow ? 16 : 32) ? 1 : 2; }
 
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
                                  const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
@@ -810,24 +958,39 @@ EncodeTiled encode_tiled() {
   return function;
 }
 
-// Tiles of `tile_rows` rows of a matrix [rows, dim].
-bool encode(CUtensorMap* map, const void* data, DType dtype, int64_t rows, int64_t dim,
-            int64_t stride, int tile_rows) {
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(dim), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride) * 2};
-  const cuuint32_t tile[2] = {kDepth, static_cast<cuuint32_t>(tile_rows)};
+struct Matrix {
+  const void* data;  // [rows, dim]
+  CUtensorMapDataType type;
+  int element_bytes;
+  int64_t rows, dim, stride;
+};
+
+// Tiles of `tile_rows` rows, of 128 or 64 bytes.
+bool encode(CUtensorMap* map, const Matrix& matrix, int tile_rows, int tile_dim) {
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(matrix.dim),
+                               static_cast<cuuint64_t>(matrix.rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(matrix.stride) * matrix.element_bytes};
+  const cuuint32_t tile[2] = {static_cast<cuuint32_t>(tile_dim),
+                              static_cast<cuuint32_t>(tile_rows)};
   const cuuint32_t steps[2] = {1, 1};
-  return encode_tiled()(map,
-                        dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                        2, const_cast<void*>(data), sizes, strides, tile, steps,
-                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+  return encode_tiled()(map, matrix.type, 2, const_cast<void*>(matrix.data), sizes, strides, tile,
+                        steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                        tile_dim * matrix.element_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B
+                                                               : CU_TENSOR_MAP_SWIZZLE_64B,
                         CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+// Of a single row the stride may be anything.
 int64_t stride_of(int64_t stride, int64_t rows, int64_t dim) {
-  return rows <= 1 ? ceil_div(dim, 8) * 8 : stride;  // of a single row it may be anything
+  return rows <= 1 ? ceil_div(dim, 16) * 16 : stride;
+}
+
+bool is_narrow(const LmHead& head) { return head.weight_type == WeightType::float8_e4m3; }
+
+// Bytes of the tiles of hidden for so many columns.
+int64_t hidden_tiles_bytes(const LmHead& head, int columns) {
+  return is_narrow(head) ? ceil_div(head.dim, kNarrowDepth) * kNarrowDepth * columns * 2 : 0;
 }
 
 int blocks_for(const DeviceInfo& device, int64_t units, int cluster) {
@@ -836,92 +999,137 @@ int blocks_for(const DeviceInfo& device, int64_t units, int cluster) {
   return static_cast<int>(clusters) * cluster;
 }
 
-template <typename T, int kColumns, int kCluster>
-const char* launch(const LmHead& head, HeadDraw p, int blocks, gpuStream stream) {
-  CUtensorMap weight_more, weight_less, hidden_tile;
-  const int64_t weight_stride = stride_of(head.weight_stride, head.vocab, head.dim);
+template <typename T, int kColumns, bool kNarrow>
+const char* launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles, int blocks,
+                   gpuStream stream) {
+  constexpr int kCluster = cluster_of(kColumns, kNarrow);
+  constexpr int kDepth = depth_of(kColumns, kNarrow);
+  constexpr int kHiddenRows = hidden_rows(kColumns, kNarrow);
+  constexpr int kShared = shared_bytes_of(kColumns, kNarrow);
+  static_assert(kShared <= kMostShared, "the stages leave room for the rest");
+  const CUtensorMapDataType type = head.dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const int64_t hidden_stride = stride_of(head.hidden_stride, head.batch, head.dim);
-  const char* hidden =
-      static_cast<const char*>(head.hidden) + int64_t{p.batch_start} * hidden_stride * 2;
+  const uint16_t* from =
+      static_cast<const uint16_t*>(head.hidden) + int64_t{p.batch_start} * hidden_stride;
+  const Matrix weight{head.weight,     kNarrow ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : type,
+                      kNarrow ? 1 : 2, head.vocab,
+                      head.dim,        stride_of(head.weight_stride, head.vocab, head.dim)};
+  const Matrix hidden = kNarrow
+                            ? Matrix{hidden_tiles, type,        2, int64_t{p.steps} * kHiddenRows,
+                                     kHiddenDepth, kHiddenDepth}
+                            : Matrix{from, type, 2, p.batch, head.dim, hidden_stride};
+  CUtensorMap weight_more, weight_less, hidden_tile;
   const int most_rows = static_cast<int>(ceil_div(p.units, p.tiles)) * kUnitRows;
-  if (!encode(&weight_more, head.weight, head.dtype, head.vocab, head.dim, weight_stride,
-              most_rows) ||
-      !encode(&weight_less, head.weight, head.dtype, head.vocab, head.dim, weight_stride,
-              std::max(most_rows - kUnitRows, kUnitRows)) ||
-      !encode(&hidden_tile, hidden, head.dtype, p.batch, head.dim, hidden_stride,
-              kColumns / kCluster)) {
+  if (!encode(&weight_more, weight, most_rows, kDepth) ||
+      !encode(&weight_less, weight, std::max(most_rows - kUnitRows, kUnitRows), kDepth) ||
+      !encode(&hidden_tile, hidden, kHiddenRows / kCluster, kHiddenDepth)) {
     return "cuTensorMapEncodeTiled failed";
   }
-  static_assert(shared_bytes_of(kColumns) <= kMostShared, "the stages leave room for the rest");
-  const auto kernel = lm_head_kernel<T, kColumns, kCluster>;
-  gpuError error = gpu_allow_shared_bytes(kernel, shared_bytes_of(kColumns));
+  const auto kernel = lm_head_kernel<T, kColumns, kCluster, kNarrow>;
+  gpuError error = gpu_allow_shared_bytes(kernel, kShared);
   if (error != gpuSuccess) return message_of(gpu_launched(error));
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {kCluster, 1, 1};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  const bool draws = p.logits == nullptr;
+  const int cleared = draws ? p.num_samples * (kColumns + 1) : 0;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared_bytes_of(kColumns);
+  config.dynamicSmemBytes = kShared;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = p.logits == nullptr ? 2 : 1;
-  if (p.logits == nullptr) {
-    error = gpu_launch(clear_kernel, dim3(1), dim3(256), 0, 1, stream, p.shared_least,
-                       p.num_samples * (kColumns + 1));
-    if (error != gpuSuccess) return message_of(error);
+  config.numAttrs = draws || kNarrow ? 2 : 1;
+  if (kNarrow) {
+    HiddenTiles tiles{};
+    tiles.hidden = from;
+    tiles.stride = hidden_stride;
+    tiles.dim = head.dim;
+    tiles.batch = p.batch;
+    tiles.columns = kColumns;
+    tiles.blocks = p.steps * (kDepth / 16);
+    tiles.tiles = hidden_tiles;
+    tiles.least = p.shared_least;
+    tiles.count = cleared;
+    error = gpu_launch(
+        hidden_tiles_kernel,
+        dim3(static_cast<unsigned>(ceil_div(int64_t{tiles.blocks} * kColumns, kTilesThreads))),
+        dim3(kTilesThreads), 0, 1, stream, tiles);
+  } else if (draws) {
+    error = gpu_launch(clear_kernel, dim3(1), dim3(256), 0, 1, stream, p.shared_least, cleared);
   }
+  if (error != gpuSuccess) return message_of(error);
   return message_of(
       gpu_launched(cudaLaunchKernelEx(&config, kernel, weight_more, weight_less, hidden_tile, p)));
 }
 
-template <typename T>
-const char* launch_columns(int columns, const LmHead& head, const HeadDraw& p, int blocks,
-                           gpuStream stream) {
+template <typename T, bool kNarrow>
+const char* launch_columns(int columns, const LmHead& head, const HeadDraw& p, uint4* hidden_tiles,
+                           int blocks, gpuStream stream) {
   switch (columns) {
-    case 8: return launch<T, 8, cluster_of(8)>(head, p, blocks, stream);
-    case 16: return launch<T, 16, cluster_of(16)>(head, p, blocks, stream);
-    case 32: return launch<T, 32, cluster_of(32)>(head, p, blocks, stream);
-    case 64: return launch<T, 64, cluster_of(64)>(head, p, blocks, stream);
-    case 128: return launch<T, 128, cluster_of(128)>(head, p, blocks, stream);
-    default: return launch<T, 256, cluster_of(256)>(head, p, blocks, stream);
+    // NOTE: columns_of has no 8 for float8.
+    case 8: return launch<T, kNarrow ? 16 : 8, kNarrow>(head, p, hidden_tiles, blocks, stream);
+    case 16: return launch<T, 16, kNarrow>(head, p, hidden_tiles, blocks, stream);
+    case 32: return launch<T, 32, kNarrow>(head, p, hidden_tiles, blocks, stream);
+    case 64: return launch<T, 64, kNarrow>(head, p, hidden_tiles, blocks, stream);
+    case 128: return launch<T, 128, kNarrow>(head, p, hidden_tiles, blocks, stream);
+    default: return launch<T, 256, kNarrow>(head, p, hidden_tiles, blocks, stream);
   }
+}
+
+template <bool kNarrow>
+const char* launch_type(int columns, const LmHead& head, const HeadDraw& p, uint4* hidden_tiles,
+                        int blocks, gpuStream stream) {
+  return head.dtype == DType::bfloat16
+             ? launch_columns<__nv_bfloat16, kNarrow>(columns, head, p, hidden_tiles, blocks,
+                                                      stream)
+             : launch_columns<__half, kNarrow>(columns, head, p, hidden_tiles, blocks, stream);
 }
 
 // Launches for as many rows of the batch as fit, and what comes after each.
 template <typename After>
-const char* for_each_launch(const LmHead& head, HeadDraw p, int device, gpuStream stream,
-                            After after) {
+const char* for_each_launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles, int device,
+                            gpuStream stream, After after) {
   const DeviceInfo& info = device_info(device);
   p.vocab = static_cast<int>(head.vocab);
   p.first_row = -static_cast<int>(p.vocab_offset & 3);
   p.units = static_cast<int>(ceil_div(head.vocab - p.first_row, kUnitRows));
-  p.steps = static_cast<int>(ceil_div(head.dim, kDepth));
+  p.weight_scale = head.weight_scale;
+  p.scale_per_row = head.scale_per_row;
   p.bias = head.bias;
   p.bias_dtype = head.bias_dtype;
   p.softcap = head.softcap;
   const int most = most_columns(p.num_samples);
+  const bool narrow = is_narrow(head);
   for (int64_t start = 0; start < head.batch; start += most) {
     p.batch_start = static_cast<int>(start);
     p.batch = static_cast<int>(std::min<int64_t>(head.batch - start, most));
-    const int columns = columns_of(p.batch);
-    const int blocks = blocks_for(info, p.units, cluster_of(columns));
+    const int columns = columns_of(p.batch, narrow);
+    const int blocks = blocks_for(info, p.units, cluster_of(columns, narrow));
+    const int depth = depth_of(columns, narrow);
+    // NOTE: float8: as many zeros are added for any batch.
+    p.steps = static_cast<int>(narrow ? ceil_div(head.dim, kNarrowDepth) * (kNarrowDepth / depth)
+                                      : ceil_div(head.dim, depth));
     p.tiles = static_cast<int>(ceil_div(p.units, int64_t{blocks} * kTileUnits)) * blocks;
-    const char* error = head.dtype == DType::bfloat16
-                            ? launch_columns<__nv_bfloat16>(columns, head, p, blocks, stream)
-                            : launch_columns<__half>(columns, head, p, blocks, stream);
+    const char* error = narrow ? launch_type<true>(columns, head, p, hidden_tiles, blocks, stream)
+                               : launch_type<false>(columns, head, p, hidden_tiles, blocks, stream);
     if (error == nullptr) error = after(p, columns, blocks);
     if (error != nullptr) return error;
   }
   return nullptr;
 }
 
-// Columns and samples of the greatest launch, and those of all blocks.
+// The columns of the greatest launch.
+int greatest_columns(const LmHead& head, int num_samples) {
+  return columns_of(std::min<int64_t>(head.batch, most_columns(num_samples)), is_narrow(head));
+}
+
+// Its columns and samples, and those of all blocks.
 int64_t entries_of(const LmHeadSample& p) {
-  const int most = most_columns(p.draws.num_samples);
-  return int64_t{columns_of(std::min<int64_t>(p.head.batch, most))} * p.draws.num_samples;
+  return int64_t{greatest_columns(p.head, p.draws.num_samples)} * p.draws.num_samples;
 }
 int64_t candidates_of(const LmHeadSample& p, int device) {
   return entries_of(p) * device_info(device).multiprocessors;
@@ -930,14 +1138,17 @@ int64_t candidates_of(const LmHeadSample& p, int device) {
 }  // namespace
 
 bool lm_head_sm90_serves(const LmHead& p, int device) {
-  const auto in_place = [](const void* data, int64_t stride, int64_t rows) {
-    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && (rows <= 1 || stride % 8 == 0);
+  const bool narrow = is_narrow(p);
+  // Rows that the copy engine takes start on 16 bytes. Float8: hidden is put into tiles, and may lie anywhere.
+  const auto in_place = [](const void* data, int64_t stride, int64_t rows, int in_16_bytes) {
+    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && (rows <= 1 || stride % in_16_bytes == 0);
   };
   return device_info(device).compute_capability == 90 && p.dtype != DType::float32 &&
-         p.weight_type == WeightType::as_hidden && p.weight_scale == nullptr && p.dim >= 1 &&
+         (narrow || p.weight_scale == nullptr) && p.dim >= 1 && p.dim < (int64_t{1} << 24) &&
          p.vocab >= 1 && p.batch >= 1 && p.vocab < (int64_t{1} << 31) - 1024 &&
-         p.batch < (int64_t{1} << 31) - 1024 && in_place(p.hidden, p.hidden_stride, p.batch) &&
-         in_place(p.weight, p.weight_stride, p.vocab) && encode_tiled() != nullptr;
+         p.batch < (int64_t{1} << 31) - 1024 &&
+         (narrow || in_place(p.hidden, p.hidden_stride, p.batch, 8)) &&
+         in_place(p.weight, p.weight_stride, p.vocab, narrow ? 16 : 8) && encode_tiled() != nullptr;
 }
 
 bool lm_head_sm90_serves(const LmHeadSample& p, int device) {
@@ -946,7 +1157,8 @@ bool lm_head_sm90_serves(const LmHeadSample& p, int device) {
 }
 
 int64_t lm_head_sample_sm90_workspace(const LmHeadSample& p, int device) {
-  return candidates_of(p, device) * 8 + (entries_of(p) + p.draws.num_samples) * 4;
+  return hidden_tiles_bytes(p.head, greatest_columns(p.head, p.draws.num_samples)) +
+         candidates_of(p, device) * 8 + (entries_of(p) + p.draws.num_samples) * 4;
 }
 
 const char* lm_head_sample_sm90(const LmHeadSample& p, int device, void* stream) {
@@ -954,11 +1166,14 @@ const char* lm_head_sample_sm90(const LmHeadSample& p, int device, void* stream)
   draw.vocab_offset = p.draws.vocab_offset;
   draw.num_samples = p.draws.num_samples;
   draw.draws = p.draws;
-  draw.candidates = static_cast<unsigned long long*>(p.workspace);
+  char* after_tiles = static_cast<char*>(p.workspace) +
+                      hidden_tiles_bytes(p.head, greatest_columns(p.head, p.draws.num_samples));
+  draw.candidates = reinterpret_cast<unsigned long long*>(after_tiles);
   draw.shared_least = reinterpret_cast<uint32_t*>(draw.candidates + candidates_of(p, device));
   const gpuStream on = static_cast<gpuStream>(stream);
   return for_each_launch(
-      p.head, draw, device, on, [&](const HeadDraw& launched, int columns, int blocks) {
+      p.head, draw, static_cast<uint4*>(p.workspace), device, on,
+      [&](const HeadDraw& launched, int columns, int blocks) {
         Finish finish{};
         finish.candidates = launched.candidates;
         finish.blocks = blocks;
@@ -981,12 +1196,17 @@ const char* lm_head_sample_sm90(const LmHeadSample& p, int device, void* stream)
       });
 }
 
-const char* lm_head_logits_sm90(const LmHead& p, float* logits, int64_t stride, int device,
-                                void* stream) {
+int64_t lm_head_logits_sm90_workspace(const LmHead& p) {
+  return hidden_tiles_bytes(p, greatest_columns(p, 0));
+}
+
+const char* lm_head_logits_sm90(const LmHead& p, float* logits, int64_t stride, void* workspace,
+                                int device, void* stream) {
   HeadDraw draw{};
   draw.logits = logits;
   draw.logits_stride = stride;
-  return for_each_launch(p, draw, device, static_cast<gpuStream>(stream),
+  return for_each_launch(p, draw, static_cast<uint4*>(workspace), device,
+                         static_cast<gpuStream>(stream),
                          [](const HeadDraw&, int, int) -> const char* { return nullptr; });
 }
 

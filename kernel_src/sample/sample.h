@@ -121,9 +121,10 @@ namespace gpu {
 int64_t gumbel_sample_workspace(const GumbelSample& p, int device);
 const char* gumbel_sample(const GumbelSample& p, int device, void* stream);
 
-// The logits themselves, [batch, vocab].
-const char* lm_head_logits(const LmHead& p, float* logits, int64_t stride, int device,
-                           void* stream);
+// The logits themselves, [batch, vocab]. Most need no workspace: 0 bytes.
+int64_t lm_head_logits_workspace(const LmHead& p, int device);
+const char* lm_head_logits(const LmHead& p, float* logits, int64_t stride, void* workspace,
+                           int device, void* stream);
 
 int64_t lm_head_sample_workspace(const LmHeadSample& p, int device);
 const char* lm_head_sample(const LmHeadSample& p, int device, void* stream);

@@ -295,8 +295,10 @@ Tensor logits_of(const char* op, const LmHead& head, const Tensor& x) {
 #if defined(FUSELAGE_GPU)
   const int32_t device = x.get_device_index();
   const OnDevice on_device(device);
-  const char* error =
-      gpu::lm_head_logits(head, floats_in(logits), stride, device, on_device.stream());
+  const int64_t bytes = gpu::lm_head_logits_workspace(head, device);
+  const Tensor workspace = bytes == 0 ? logits : workspace_of(bytes, x);
+  const char* error = gpu::lm_head_logits(head, floats_in(logits), stride,
+                                          workspace.mutable_data_ptr(), device, on_device.stream());
   FUSELAGE_CHECK(op, error == nullptr, error);
 #endif
   return logits;
