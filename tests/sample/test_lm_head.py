@@ -126,15 +126,68 @@ def test_float8_weights(fuselage, device, dtype):
     assert torch.equal(torch.tensor(result), expected)
 
 
+FLOAT8_SHAPES = [
+    # batch, vocab, dim, scale, options
+    (1, 1000, 64, "row", {}),
+    (5, 1000, 200, "one", {"logit_softcap": 3.0}),
+    (16, 300, 77, None, {"bias": torch.float32}),
+    (64, 1000, 130, "row", {"bias": "as hidden", "logit_softcap": 20.0}),
+    (130, 515, 64, "row", {}),
+    (256, 257, 144, "one", {"bias": "as hidden"}),
+    (5, 5003, 64, "row", {"bias": torch.float32, "logit_softcap": 3.0}),
+]
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", FLOAT8_SHAPES, ids=lambda shape: str(shape[:3]))
+def test_float8_weights_of_all_sizes(fuselage, device, dtype, shape):
+    """Shards that begin anywhere, hidden that begins anywhere, and gaps of NaN behind the weights."""
+    batch, vocab, dim, scaled, options = shape
+    hidden, weight = make(batch, vocab, dim, dtype, device)
+    hidden = torch.nn.functional.pad(hidden, (1, 2), value=torch.nan)[:, 1 : dim + 1]
+    narrow = torch.full((vocab, dim // 16 * 16 + 32), torch.nan).to(torch.float8_e4m3fn).to(device)
+    narrow[:, :dim] = weight.to(torch.float8_e4m3fn)
+    narrow = narrow[:, :dim]
+    scales = {"row": torch.rand(vocab) + 0.5, "one": torch.tensor([0.7]), None: None}
+    scale = None if scaled is None else scales[scaled].to(device)
+    cap, bias = options.get("logit_softcap"), options.get("bias")
+    if bias is not None:
+        bias = torch.randn(vocab).to(device, dtype if bias == "as hidden" else bias)
+    logits = exact_logits(hidden, narrow, scale=scale, bias=bias, cap=cap)
+    draws = {"temperature": 0.9, "seed": 6, "vocab_offset": 7}
+    offset = torch.zeros(1, dtype=torch.int64, device=device)
+    head = {"bias": bias, "logit_softcap": cap, "weight_scale": scale}
+    result = fuselage.lm_head_sample_shard(hidden, narrow, offset=offset, **head, **draws)
+    check_draws(result.tokens, logits, slack=SLACK * logits.abs().max(), **draws)
+    whole = fuselage.lm_head_sample(hidden, narrow, seed=6, return_logprobs=True, **head)
+    expected = torch.log_softmax(logits, -1).gather(1, whole.tokens.cpu())
+    assert (whole.logprobs.cpu() - expected).abs().max() < SLACK * logits.abs().max()
+
+
+@each_dtype
+def test_float8_rows_of_nan_are_not_drawn(fuselage, device, dtype):
+    hidden, weight = make(20, 700, 96, dtype, device)
+    narrow = weight.to(torch.float8_e4m3fn)
+    narrow.view(torch.uint8)[::3, 5] = 0x7F
+    narrow.view(torch.uint8)[3::6, 95] = 0xFF
+    tokens = fuselage.lm_head_sample(hidden, narrow, seed=1, num_samples=2)
+    assert (tokens % 3 != 0).all()
+    logits = exact_logits(hidden, narrow)
+    check_draws(tokens, logits.nan_to_num(nan=-torch.inf), seed=1, slack=SLACK)
+
+
 # What a draw does not depend on
 
 
 @pytest.mark.kernels_ci
 @each_dtype
 @pytest.mark.parametrize("dim", [256, 100])
-def test_the_batch_does_not_matter(fuselage, device, dtype, dim):
+@pytest.mark.parametrize("narrow", [False, True], ids=["", "float8"])
+def test_the_batch_does_not_matter(fuselage, device, dtype, dim, narrow):
     """Nor does the temperature make two near logits equal: their bits are compared."""
     hidden, weight = make(130, 900, dim, dtype, device)
+    if narrow:
+        weight = weight.to(torch.float8_e4m3fn)
     options = {"vocab_offset": 0, "return_log_sum_exp": True}
 
     def shard(rows):
@@ -171,9 +224,12 @@ def test_many_tiles_draw_as_from_their_logits(fuselage, device, dtype, batch):
 
 @pytest.mark.kernels_ci
 @each_dtype
+@pytest.mark.parametrize("narrow", [False, True], ids=["", "float8"])
 @pytest.mark.parametrize("cuts", [(500,), (3, 130, 131, 700), (128, 256, 999)], ids=str)
-def test_shards_combine_to_the_token_of_the_whole(fuselage, device, dtype, cuts):
+def test_shards_combine_to_the_token_of_the_whole(fuselage, device, dtype, cuts, narrow):
     hidden, weight = make(19, 1000, 72, dtype, device)
+    if narrow:
+        weight = weight.to(torch.float8_e4m3fn)
     temperature = torch.ones(19, device=device)
     temperature[3] = 0.0
     options = {"temperature": temperature, "num_samples": 3, "bias": torch.randn(1000).to(device)}
