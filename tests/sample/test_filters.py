@@ -34,6 +34,10 @@ def logits_of(kind: str, vocab: int = 2000) -> torch.Tensor:
         return torch.full((4, vocab), -3.5)
     if kind == "wide":  # hardly any weight but one's
         return 100 * torch.randn(4, vocab)
+    if kind == "peaked":  # one so far ahead that the others are alike to it
+        logits = 2 * torch.randn(4, vocab)
+        logits[:, vocab // 3] += 60
+        return logits
     if kind == "masked":
         logits = torch.randn(4, vocab)
         logits[:, 10:] = -torch.inf
@@ -66,7 +70,7 @@ def check_filtered(fuselage, device, logits, options):
 
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("options", FILTERS, ids=str)
-@pytest.mark.parametrize("kind", ["normal", "coarse", "equal", "wide", "masked"])
+@pytest.mark.parametrize("kind", ["normal", "coarse", "equal", "wide", "peaked", "masked"])
 def test_only_the_exact_set_is_drawn(fuselage, device, kind, options):
     check_filtered(fuselage, device, logits_of(kind), options)
 
@@ -108,6 +112,63 @@ def test_a_large_vocabulary(fuselage, device):
     # All in one bin, so that lists overflow.
     check_filtered(fuselage, device, 1e-4 * torch.randn(2, 151936), {"top_p": 0.3})
     check_filtered(fuselage, device, 1e-4 * torch.randn(2, 151936), {"top_k": 5})
+
+
+EVERY_FILTER = [
+    {"top_k": 50},
+    {"top_k": 3000},
+    {"top_p": 0.9},
+    {"min_p": 0.05},
+    {"top_k": 40, "top_p": 0.9, "min_p": 0.02, "vocab_offset": 3},
+    {"top_k": 60000, "top_p": 0.999},
+    {"num_samples": 3},
+]
+
+
+@pytest.mark.parametrize("kind", ["normal", "equal", "peaked", "coarse"])
+def test_the_length_of_a_row_does_not_matter(fuselage, device, kind):
+    """What is -inf behind a row changes nothing, in rows of any length."""
+    logits = logits_of(kind, 30011)[:2].to(device)
+    longer = torch.full((2, 450_001), -torch.inf, device=device)
+    for options in EVERY_FILTER:
+        options = {"seed": 3, "return_logprobs": True, **options}
+        expected = fuselage.gumbel_sample(logits, **options)
+        for vocab in (30012, 151_936, 450_001) if device == "cuda" else (30012,):
+            padded = longer[:, :vocab]
+            padded[:, :30011] = logits
+            for a, b in zip(expected, fuselage.gumbel_sample(padded, **options), strict=True):
+                assert torch.equal(a, b), (vocab, options)
+
+
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize("kind", ["normal", "equal", "peaked", "coarse", "near"])
+def test_a_gpu_filters_as_a_cpu(fuselage, device, kind):
+    for vocab in (1001, 20011, 151_935):
+        logits = 1e-4 * torch.randn(2, vocab) if kind == "near" else logits_of(kind, vocab)[:2]
+        bitmask = torch.randint(-(2**31), 2**31, (2, (vocab + 31) // 32)).int()
+        for options in EVERY_FILTER:
+            for mask in (None, bitmask):
+                results = [
+                    fuselage.gumbel_sample(
+                        logits.to(on),
+                        bitmask=None if mask is None else mask.to(on),
+                        seed=5,
+                        return_logprobs=True,
+                        **options,
+                    )
+                    for on in ("cpu", device)
+                ]
+                for a, b in zip(*results, strict=True):
+                    assert torch.equal(a, b.cpu()), (vocab, options)
+
+
+@pytest.mark.parametrize("options", EVERY_FILTER, ids=str)
+def test_filters_do_not_depend_on_the_batch(fuselage, device, options):
+    vocab, batch = (151_936, 200) if device == "cuda" else (5000, 20)
+    logits = (2 * torch.randn(1, vocab)).to(device)
+    alone = fuselage.gumbel_sample(logits, seed=3, **options)
+    together = fuselage.gumbel_sample(logits.expand(batch, -1), seed=3, **options)
+    assert torch.equal(alone, together[:1])
 
 
 def test_what_is_filtered_is_drawn_as_often_as_it_should(fuselage, device):

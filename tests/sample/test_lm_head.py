@@ -141,7 +141,7 @@ FLOAT8_SHAPES = [
 @each_dtype
 @pytest.mark.parametrize("shape", FLOAT8_SHAPES, ids=lambda shape: str(shape[:3]))
 def test_float8_weights_of_all_sizes(fuselage, device, dtype, shape):
-    """Shards that begin anywhere, hidden that begins anywhere, and gaps of NaN behind the weights."""
+    """Shards and rows of hidden that begin anywhere, and gaps of NaN behind the weights."""
     batch, vocab, dim, scaled, options = shape
     hidden, weight = make(batch, vocab, dim, dtype, device)
     hidden = torch.nn.functional.pad(hidden, (1, 2), value=torch.nan)[:, 1 : dim + 1]
