@@ -20,7 +20,7 @@ __device__ __forceinline__ void load_matrices(uint32_t shared, uint32_t (&r)[4])
 // Four float8_e4m3 as two pairs of T, exactly; the lower half of a word is the first of a pair.
 template <typename T>
 __device__ __forceinline__ void widen(uint32_t four, uint32_t& lower, uint32_t& upper) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm("{\n"
       ".reg .b16 lower, upper;\n"
       "mov.b32 {lower, upper}, %2;\n"
