@@ -155,6 +155,13 @@ __device__ __forceinline__ void row_barrier() {
 #endif
 }
 
+#if !defined(USE_ROCM)
+// As instructions on shared memory take it.
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+#endif
+
 // Starts copying kBytes (4, 8 or 16, both sides aligned to them) from global to shared memory. Where the
 // GPU has no such instruction the copy is done when the call returns.
 template <int kBytes>
@@ -163,7 +170,7 @@ __device__ __forceinline__ void async_copy(void* shared, const void* global) {
   __builtin_memcpy(__builtin_assume_aligned(shared, kBytes),
                    __builtin_assume_aligned(global, kBytes), kBytes);
 #else
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const uint32_t address = shared_address(shared);
   if constexpr (kBytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global)
                  : "memory");
@@ -225,7 +232,7 @@ __device__ __forceinline__ int cluster_rank() {
 // Makes a mailbox ready. One thread of each block; cluster_meet_start and _end must follow.
 __device__ __forceinline__ void mailbox_init(uint64_t* mailbox) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(mailbox));
+  const uint32_t address = shared_address(mailbox);
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address) : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -246,7 +253,7 @@ __device__ __forceinline__ void cluster_meet_end() {
 // Expects `bytes` in this round of the block's mailbox. One thread, once a round.
 __device__ __forceinline__ void mailbox_expect(uint64_t* mailbox, int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(mailbox));
+  const uint32_t address = shared_address(mailbox);
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
                : "memory");
 #endif
@@ -260,10 +267,10 @@ __device__ __forceinline__ void mailbox_send(uint64_t* mailbox, float* slot, int
   uint32_t remote_slot, remote_mailbox;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
                : "=r"(remote_slot)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(slot))), "r"(rank));
+               : "r"(shared_address(slot)), "r"(rank));
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
                : "=r"(remote_mailbox)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(mailbox))), "r"(rank));
+               : "r"(shared_address(mailbox)), "r"(rank));
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
                    remote_slot),
                "r"(__float_as_uint(value)), "r"(remote_mailbox)
@@ -274,7 +281,7 @@ __device__ __forceinline__ void mailbox_send(uint64_t* mailbox, float* slot, int
 // Waits until round `round` (0 or 1, alternating) of the block's mailbox is complete.
 __device__ __forceinline__ void mailbox_wait(uint64_t* mailbox, int round) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(mailbox));
+  const uint32_t address = shared_address(mailbox);
   uint32_t done = 0;
   while (done == 0) {
     asm volatile(
@@ -296,8 +303,8 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, int 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-      "l"(global), "r"(bytes), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(mailbox)))
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(mailbox))
       : "memory");
 #endif
 }

@@ -10,17 +10,7 @@
 
 namespace fuselage {
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 // ---- clusters ----
-
-__device__ __forceinline__ uint32_t rank_in_cluster() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
 
 // Waits for all threads of all blocks of the cluster.
 __device__ __forceinline__ void cluster_barrier() {

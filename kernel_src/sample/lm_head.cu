@@ -466,7 +466,7 @@ __global__ void __launch_bounds__(kHeadThreads, kAligned ? head_tile(kColumns, k
   const T* hidden = static_cast<const T*>(p.hidden) + first_row * p.hidden_stride;
   const int last_weight = last_of(p.vocab - first, kHeadRows);
   const int last_hidden = last_of(p.batch - first_row, kColumns);
-  const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes));
+  const uint32_t shared = shared_address(shared_bytes);
   const int steps = static_cast<int>((p.dim + kTile.step - 1) / kTile.step);
 
   int filled = 0;        // steps that are started
@@ -607,7 +607,7 @@ __global__ void __launch_bounds__(float_tile(kColumns).threads, 2)
   const float* hidden = static_cast<const float*>(p.hidden) + first_row * p.hidden_stride;
   const int last_weight = last_of(p.vocab - first, kHeadRows);
   const int last_hidden = last_of(p.batch - first_row, kColumns);
-  const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes));
+  const uint32_t shared = shared_address(shared_bytes);
   const int steps = static_cast<int>((p.dim + kFloatStep - 1) / kFloatStep);
   const int r = threadIdx.x % kAcross, c = threadIdx.x / kAcross * kColumnsEach;
 

@@ -556,7 +556,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t noise_full = empty + kMostStages * 8, noise_empty = noise_full + 8;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int rank = kCluster > 1 ? static_cast<int>(rank_in_cluster()) : 0;
+  const int rank = kCluster > 1 ? cluster_rank() : 0;
 
   if (threadIdx.x == 0) {
     prefetch_map(weight_more);
