@@ -132,6 +132,26 @@ FUSELAGE_SAMPLE Floats gumbel_bound(typename Math::Words word) {
   return x < 0 ? high : none + 0.36652f;  // below 1/2, -log(-log) is at most 0.366513
 }
 
+// ---- exponentials ----
+
+struct SplitExp {
+  float factor, exponent;  // factor * 2^exponent; the factor is in [0.7, 1.42], a multiple of 2^-24
+};
+
+// e^v, as long as the exponent is small.
+template <class Math>
+FUSELAGE_SAMPLE SplitExp split_exp(float v) {
+  // Adding and taking away 1.5 * 2^23 rounds to an integer.
+  const float k = Math::fma(v, 1.4426950408889634f, 12582912.0f) - 12582912.0f;
+  float r = Math::fma(k, -0.693359375f, v);
+  r = Math::fma(k, 2.12194440e-4f, r);
+  float p = Math::fma(r, 0.0013901283f, 0.008363162f);
+  p = Math::fma(p, r, 0.041666854f);
+  p = Math::fma(p, r, 0.16666578f);
+  p = Math::fma(p, r, 0.5f);
+  return {Math::fma(r * r, p, r) + 1.0f, k};
+}
+
 // ---- the distribution ----
 
 // Weights are counted in units of 2^-40 of the greatest: integers, whose sum has no order.
@@ -141,19 +161,10 @@ constexpr int kWeightBits = 40;
 template <class Math>
 FUSELAGE_SAMPLE uint64_t weight_of(float distance) {
   if (!(distance > -28.5f)) return 0;
-  // Adding and taking away 1.5 * 2^23 rounds to an integer, which is left in the low bits.
-  const float shifted = Math::fma(distance, 1.4426950408889634f, 12582912.0f);
-  const float k = shifted - 12582912.0f;
-  float r = Math::fma(k, -0.693359375f, distance);
-  r = Math::fma(k, 2.12194440e-4f, r);
-  float p = Math::fma(r, 0.0013901283f, 0.008363162f);
-  p = Math::fma(p, r, 0.041666854f);
-  p = Math::fma(p, r, 0.16666578f);
-  p = Math::fma(p, r, 0.5f);
-  p = Math::fma(r * r, p, r) + 1.0f;  // in [0.7, 1.42]: a multiple of 2^-24
-  const uint64_t mantissa = static_cast<uint64_t>(static_cast<uint32_t>(p * 16777216.0f))
+  const SplitExp e = split_exp<Math>(distance);
+  const uint64_t mantissa = static_cast<uint64_t>(static_cast<uint32_t>(e.factor * 16777216.0f))
                             << (kWeightBits - 24);
-  const int down = -static_cast<int>(k);
+  const int down = -static_cast<int>(e.exponent);
   return down == 0 ? mantissa : (mantissa + (uint64_t{1} << (down - 1))) >> down;
 }
 
@@ -233,18 +244,10 @@ FUSELAGE_SAMPLE float soft_capped(float logit, float cap) {
   }
   // 1 - 2 / (e^(2 size) + 1). From 9.1 on, this is 1.
   if (!(size < 9.1f)) return size >= 9.1f ? (v < 0.0f ? -cap : cap) : logit;
-  const float twice = 2.0f * size;
-  const float shifted = Math::fma(twice, 1.4426950408889634f, 12582912.0f);
-  const float k = shifted - 12582912.0f;
-  float r = Math::fma(k, -0.693359375f, twice);
-  r = Math::fma(k, 2.12194440e-4f, r);
-  float p = Math::fma(r, 0.0013901283f, 0.008363162f);
-  p = Math::fma(p, r, 0.041666854f);
-  p = Math::fma(p, r, 0.16666578f);
-  p = Math::fma(p, r, 0.5f);
-  p = Math::fma(r * r, p, r) + 1.0f;
-  const float power = Math::float_of(static_cast<uint32_t>(static_cast<int32_t>(k) + 127) << 23);
-  const float tanh = 1.0f - 2.0f / Math::fma(p, power, 1.0f);
+  const SplitExp e = split_exp<Math>(2.0f * size);
+  const float power =
+      Math::float_of(static_cast<uint32_t>(static_cast<int32_t>(e.exponent) + 127) << 23);
+  const float tanh = 1.0f - 2.0f / Math::fma(e.factor, power, 1.0f);
   return v < 0.0f ? -cap * tanh : cap * tanh;
 }
 

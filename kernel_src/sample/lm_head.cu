@@ -822,9 +822,7 @@ gpuError launch_tensor_cores(const LmHead& p, const HeadOutput& out, gpuStream s
     return run(&head_kernel<T, 64, is_aligned, kNarrow>);
   });
 }
-#endif
 
-#if !defined(USE_ROCM)
 gpuError launch_float(const LmHead& p, const HeadOutput& out, gpuStream stream) {
   const bool aligned = aligned_rows(p.weight, p.weight_stride, p.dtype) &&
                        aligned_rows(p.hidden, p.hidden_stride, p.dtype);

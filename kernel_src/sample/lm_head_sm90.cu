@@ -617,7 +617,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       for (int number = blockIdx.x; number < p.tiles; number += gridDim.x) {
         const Tile tile = tile_of(p, number);
-
         for (int step = 0; step < p.steps; ++step) {
           const uint32_t hidden = stages + stage * kStageBytes + kWeightBytes;
           barrier_wait(empty + 8 * stage, phase ^ 1);
@@ -646,7 +645,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       wait_for_kernel_before();  // that has set shared_least
       for (int number = blockIdx.x; number < p.tiles; number += gridDim.x) {
         const Tile tile = tile_of(p, number);
-
         for (int sample = 0; sample < p.num_samples; ++sample) {
           barrier_wait(noise_empty, phase ^ 1);
           share_least(p, columns, sample, kColumns, thread, kNoiseThreads);
@@ -914,7 +912,7 @@ __global__ void __launch_bounds__(kHeadFinishThreads) head_finish_kernel(Finish 
   }
 }
 
-// launchers
+// ---- launchers ----
 
 // The columns of a launch for `batch` rows: the least that has room for them.
 int columns_of(int64_t batch, bool narrow) {
