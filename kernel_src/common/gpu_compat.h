@@ -96,6 +96,15 @@ __device__ __forceinline__ uint32_t shuffle_up(uint32_t value, int width) {
 #endif
 }
 
+// Whether `value` is true in any of the lanes that run together.
+__device__ __forceinline__ bool warp_any(bool value) {
+#if defined(USE_ROCM)
+  return __any(value);
+#else
+  return __any_sync(0xffffffffu, value);
+#endif
+}
+
 // One 16-byte load from global memory. NOTE: spelled out, because the compiler splits predicated ones in two.
 __device__ __forceinline__ uint4 load_global_16(const void* source) {
 #if defined(USE_ROCM)
@@ -125,6 +134,17 @@ __device__ __forceinline__ float exp2_approximate(float value) {
 #else
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+#endif
+}
+
+// log2(value) with an absolute error of 2^-22, or a relative one as small away from 1. NOTE: for normal values.
+__device__ __forceinline__ float log2_approximate(float value) {
+#if defined(USE_ROCM)
+  return log2f(value);
+#else
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
   return result;
 #endif
 }
@@ -306,6 +326,30 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, int 
           "r"(shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(mailbox))
       : "memory");
+#endif
+}
+
+// Waits for all threads of the cluster. What they wrote before, to each other's shared memory too, is then there.
+__device__ __forceinline__ void cluster_sync() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
+// What block `rank` of the cluster has where `own` lies in our shared memory. NOTE: the block must have started, and
+// not ended.
+template <typename T>
+__device__ __forceinline__ T* of_block(T* own, int rank) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint64_t address;
+  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(own), "r"(rank));
+  return reinterpret_cast<T*>(address);
+#else
+  static_cast<void>(rank);
+  return own;
 #endif
 }
 

@@ -279,7 +279,7 @@ static void sample_raise_bound(const GumbelSample& p, int64_t row, float inv_tem
   uint64_t count = 0, weight = 0;
   int bin = 0;
   if (key != 0) {
-    bin = distance_bin(distance_at(value_of_key<SampleNumbers>(key)));
+    bin = distance_bin<SampleNumbers>(distance_at(value_of_key<SampleNumbers>(key)));
     for (int i = 0; i < bin; ++i) weight += bins.weights[i];
   } else {
     for (; bin < kDistanceBins - 1; ++bin) {
@@ -301,7 +301,7 @@ static void sample_raise_bound(const GumbelSample& p, int64_t row, float inv_tem
       for (int64_t i = 0; i < size; ++i) {
         if (!(logits[i] > sample_minus_infinity())) continue;
         const float distance = distance_at(logits[i]);
-        if (distance_bin(distance) != bin) continue;
+        if (distance_bin<SampleNumbers>(distance) != bin) continue;
         const uint32_t other = key_of<SampleNumbers>(logits[i]);
         if (round > 0 && other >> (shift + 8) != prefix) continue;
         ++counts[other >> shift & 255];
@@ -335,7 +335,7 @@ static void sample_raise_bound(const GumbelSample& p, int64_t row, float inv_tem
       for (int64_t i = 0; i < size; ++i) {
         if (!(logits[i] > sample_minus_infinity())) continue;
         const float distance = distance_at(logits[i]);
-        if (distance_bin(distance) == bin && key_of<SampleNumbers>(logits[i]) >= key)
+        if (distance_bin<SampleNumbers>(distance) == bin && key_of<SampleNumbers>(logits[i]) >= key)
           weight += weight_of<SampleNumbers>(distance);
       }
     });
@@ -371,7 +371,7 @@ static void sample_row(const GumbelSample& p, int64_t row, SampleRow& found) {
       if (!(logits[i] > sample_minus_infinity())) continue;
       const float distance = distance_of(logits[i], found.greatest, heat.inv_temperature);
       const uint64_t weight = weight_of<SampleNumbers>(distance);
-      const int bin = distance_bin(distance);
+      const int bin = distance_bin<SampleNumbers>(distance);
       ++bins.counts[bin];
       bins.weights[bin] += weight;
       found.weights += weight;

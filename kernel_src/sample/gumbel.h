@@ -188,12 +188,25 @@ FUSELAGE_SAMPLE float value_of_key(uint32_t key) {
 
 constexpr uint32_t kKeyOfMinusInfinity = 0x007fffffu;
 
-// Distances from the greatest logit are sorted into bins of 1/64, all beyond 32 into the last.
+// Distances from the greatest logit are sorted into bins: in steps of 1/64 up to 4, then of 1/32 up to 12, and so on,
+// 256 a step, up to 508. The few bins beyond have two for each doubling, to infinity.
 constexpr int kDistanceBins = 2048;
+constexpr int kNearDistanceBins = 1792;
+
+// For distances not beyond 500.
+template <class Math>
+FUSELAGE_SAMPLE int near_distance_bin(float distance) {
+  return (Math::integers_of(4.0f - distance) - 0x40800000) >> 15;  // the bits of 4.0
+}
+
+template <class Math>
 FUSELAGE_SAMPLE int distance_bin(float distance) {
-  const float steps = distance * -64.0f;
-  return steps < static_cast<float>(kDistanceBins - 1) ? static_cast<int>(steps)
-                                                       : kDistanceBins - 1;
+  // No number is infinitely far. NOTE: its sign may be anything.
+  const int32_t bits =
+      distance <= 0.0f ? Math::integers_of(4.0f - distance) - 0x40800000 : 0x7f800000 - 0x40800000;
+  const int near = bits >> 15;
+  const int far = kNearDistanceBins + ((bits - (kNearDistanceBins << 15)) >> 22);
+  return near < far ? near : far;
 }
 
 // The distance, at most zero, of a logit from the greatest, tempered. NOTE: an infinity is as far from another

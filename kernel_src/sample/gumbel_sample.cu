@@ -9,100 +9,13 @@
 // found eight bits at a time. All sums are of integers, so that their order does not matter.
 
 #include "common/launch_policy.h"
+#include "sample/sample_cluster.h"
 #include "sample/sample_device.h"
+#include "sample/sample_draw.h"
 #include "sample/sample_policy.h"
 
 namespace fuselage {
 namespace {
-
-// ---- logits ----
-
-__device__ __forceinline__ float element_of(const void* data, DType dtype, int64_t i) {
-  switch (dtype) {
-    case DType::float32: return static_cast<const float*>(data)[i];
-    case DType::float16: return to_float(static_cast<const float16*>(data)[i]);
-    default: return to_float(static_cast<const bfloat16*>(data)[i]);
-  }
-}
-
-// kSampleVector logits of a row on their way, as whole vectors of 16 bytes.
-template <typename T>
-struct LogitLoading {
-  static constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
-  static constexpr int kCount = kSampleVector / kWidth;
-  Loading<T, kWidth, false> loading[kCount];
-
-  __device__ __forceinline__ void start(const T* row, int column, int dim) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) loading[i].start(row, column + i * kWidth, dim);
-  }
-  // What may not be drawn, what is behind the end and NaN among it, is -inf.
-  __device__ __forceinline__ void finish(const GumbelSample& p, int64_t row_number, const T* row,
-                                         int column, int dim,
-                                         float (&logits)[kSampleVector]) const {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      float values[kWidth];
-      loading[i].finish(row, column + i * kWidth, dim).to_floats(values);
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) logits[i * kWidth + k] = values[k];
-    }
-    if (column >= dim) {
-#pragma unroll
-      for (int k = 0; k < kSampleVector; ++k) logits[k] = minus_infinity();
-      return;
-    }
-    if (p.bias != nullptr) {
-#pragma unroll
-      for (int k = 0; k < kSampleVector; ++k) {
-        if (column + k < dim)
-          logits[k] += element_of(p.bias, p.bias_dtype, row_number * p.bias_stride + column + k);
-      }
-    }
-    uint32_t mask = 0xffu;
-    if (p.bitmask != nullptr) {
-      mask = static_cast<uint32_t>(p.bitmask[row_number * p.bitmask_stride + column / 32]) >>
-             (column % 32);
-    }
-    static_assert(32 % kSampleVector == 0, "a vector has one word of the mask");
-#pragma unroll
-    for (int k = 0; k < kSampleVector; ++k) {
-      const bool drawn = column + k < dim && (mask >> k & 1) != 0 && logits[k] == logits[k];
-      logits[k] = drawn ? logits[k] : minus_infinity();
-    }
-  }
-};
-
-template <typename T>
-__device__ __forceinline__ const T* row_of(const GumbelSample& p, int64_t row) {
-  return static_cast<const T*>(p.logits) + row * p.stride;
-}
-
-// body(column, logits) for the vectors of the columns [begin, end) of a row, shared out over the block. All
-// threads call the body equally often.
-template <typename T, typename Body>
-__device__ __forceinline__ void for_each_vector(const GumbelSample& p, int64_t row, int64_t begin,
-                                                int64_t end, Body body) {
-  const T* data = row_of<T>(p, row);
-  const int dim = static_cast<int>(end);
-  const int64_t turn = int64_t{blockDim.x} * kSampleVector;
-  for (int64_t first = begin; first < end; first += turn * kSampleVectors) {
-    LogitLoading<T> loading[kSampleVectors];
-#pragma unroll
-    for (int j = 0; j < kSampleVectors; ++j) {
-      const int64_t column = first + j * turn + int64_t{threadIdx.x} * kSampleVector;
-      loading[j].start(data, static_cast<int>(column < end ? column : end), dim);
-    }
-#pragma unroll
-    for (int j = 0; j < kSampleVectors; ++j) {
-      const int64_t column = first + j * turn + int64_t{threadIdx.x} * kSampleVector;
-      const int inside = static_cast<int>(column < end ? column : end);
-      float logits[kSampleVector];
-      loading[j].finish(p, row, data, inside, dim, logits);
-      body(inside, logits);
-    }
-  }
-}
 
 // The part of a row that is a block's.
 struct Part {
@@ -123,65 +36,53 @@ __global__ void __launch_bounds__(kSampleThreads)
     draw_kernel(const GumbelSample p, const SamplePolicy policy, const RowState* states,
                 Candidate* candidates) {
   __shared__ Candidate of_warps[kSampleThreads / kWarpSize];
+  __shared__ uint32_t block_floor;
   wait_for_kernel_before();
   const Part part = part_of(p, policy);
   const Heat heat = heat_of(p.draws, part.row);
-  const NoiseKey key = key_of_row(p.draws, part.row);
-  const float lowest = states == nullptr || heat.greedy
-                           ? minus_infinity()
-                           : value_of_key<SampleMath>(states[part.row].bound);
-  const int shift = static_cast<int>(p.draws.vocab_offset & 3);
+  Drawing drawing{};
+  drawing.key = key_of_row(p.draws, part.row);
+  drawing.inv_temperature = heat.inv_temperature;
+  drawing.shift = static_cast<int>(p.draws.vocab_offset & 3);
+  drawing.block_floor = &block_floor;
+  const bool filtered = states != nullptr && !heat.greedy;
+  const float lowest =
+      filtered ? value_of_key<SampleMath>(states[part.row].bound) : minus_infinity();
   for (int sample = 0; sample < p.draws.num_samples; ++sample) {
-    Candidate best = no_candidate();
-    float floor = minus_infinity();  // what a score must reach
-    for_each_vector<T>(p, part.row, part.begin, part.end, [&](int column, const auto& logits) {
-      if (heat.greedy) {
-#pragma unroll
-        for (int k = 0; k < kSampleVector; ++k) offer(best, logits[k], logits[k], column + k);
-        return;
-      }
-      bool any = false;
-#pragma unroll
-      for (int k = 0; k < kSampleVector; ++k)
-        any |= logits[k] > minus_infinity() && logits[k] >= lowest;
-      uint32_t words[kSampleVector];
-      uint32_t open = 0;  // logits that may win
-      if (any) {
-        words_of(key, (p.draws.vocab_offset + column) >> 2, shift, sample, words);
-#pragma unroll
-        for (int k = 0; k < kSampleVector; ++k) {
-          const float bound =
-              SampleMath::fma(logits[k], heat.inv_temperature, gumbel_bound<SampleMath>(words[k]));
-          const bool may = bound >= floor && logits[k] >= lowest && logits[k] > minus_infinity();
-          open |= may ? 1u << k : 0u;
-        }
-      }
-      while (open != 0) {
-        const int chosen = __ffs(static_cast<int>(open)) - 1;
-        open &= open - 1;
-        float logit = logits[0];
-        uint32_t word = words[0];
-#pragma unroll
-        for (int k = 1; k < kSampleVector; ++k) {
-          logit = k == chosen ? logits[k] : logit;
-          word = k == chosen ? words[k] : word;
-        }
-        const float score =
-            SampleMath::fma(logit, heat.inv_temperature, gumbel_of<SampleMath>(word));
-        offer(best, score, logit, column + chosen);
-      }
-      floor = warp_greatest(best.score > floor ? best.score : floor);
-    });
-    best = warp_best(best);
-    if (threadIdx.x % kWarpSize == 0) of_warps[threadIdx.x / kWarpSize] = best;
+    drawing.sample = sample;
+    drawing.best = no_candidate();
+    drawing.set_floor(minus_infinity());
+    if (threadIdx.x == 0) block_floor = 0;
     __syncthreads();
-    if (threadIdx.x < kWarpSize) {
-      best = threadIdx.x < kSampleThreads / kWarpSize ? of_warps[threadIdx.x] : no_candidate();
-      best = warp_best(best);
-      if (threadIdx.x == 0) {
-        candidates[(part.row * policy.parts + part.number) * p.draws.num_samples + sample] = best;
-      }
+    if (heat.greedy) {
+      for_each_vector<T>(p, part.row, part.begin, part.end, [&](int column, const auto& logits) {
+#pragma unroll
+        for (int k = 0; k < kSampleVector; ++k)
+          offer(drawing.best, logits[k], logits[k], column + k);
+      });
+    } else {
+      for_each_vector<T>(p, part.row, part.begin, part.end, [&](int column, const auto& logits) {
+        if (filtered) {
+          float allowed[kSampleVector];
+          bool any = false;
+#pragma unroll
+          for (int k = 0; k < kSampleVector; ++k) {
+            const bool is = logits[k] >= lowest && logits[k] > minus_infinity();
+            allowed[k] = is ? logits[k] : minus_infinity();
+            any |= is;
+          }
+          if (!warp_any(any)) return;
+          drawing.take_floor();
+          drawing.offer_all(allowed, p.draws.vocab_offset + column, column);
+        } else {
+          drawing.take_floor();
+          drawing.offer_all(logits, p.draws.vocab_offset + column, column);
+        }
+      });
     }
+    const Candidate best = block_best<kSampleThreads>(drawing.best, of_warps);
+    if (threadIdx.x == 0)
+      candidates[(part.row * policy.parts + part.number) * p.draws.num_samples + sample] = best;
     __syncthreads();
   }
   let_kernel_after_start();
@@ -208,31 +109,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   for (int i = 1; i < kFinishThreads / kWarpSize; ++i) keep_better(best, of_warps[i]);
   if (sample == 0 && (draws.offset_per_row || row == 0)) ++draws.offsets[row];
 
-  const bool found = best.index != kNoIndex;
-  results.tokens[slot] = found ? draws.vocab_offset + best.index : -1;
-  if (results.scores != nullptr) results.scores[slot] = best.score;
-  const Heat heat = heat_of(draws, row);
-  if (results.logits != nullptr)
-    results.logits[slot] = found ? best.logit * heat.inv_temperature : minus_infinity();
-  if (results.logprobs == nullptr && results.log_sum_exp == nullptr) return;
-  const RowState& state = states[row];
-  const float greatest =
-      state.greatest == 0 ? minus_infinity() : value_of_key<SampleMath>(state.greatest);
-  float log_all = 0.0f, log_allowed = 0.0f;
-  if (!heat.greedy && state.weights != 0) {
-    log_all = log_of_weights<SampleMath>(state.weights);
-    log_allowed = state.raised == 0 ? log_all : log_of_weights<SampleMath>(state.allowed);
-  }
-  if (results.log_sum_exp != nullptr && sample == 0) {
-    results.log_sum_exp[row] =
-        heat.greedy ? minus_infinity() : SampleMath::fma(greatest, heat.inv_temperature, log_all);
-  }
-  if (results.logprobs == nullptr) return;
-  float distance = minus_infinity();
-  if (found)
-    distance = heat.greedy ? 0.0f : distance_of(best.logit, greatest, heat.inv_temperature);
-  results.logprobs[slot] = distance - log_all;
-  results.filtered_logprobs[slot] = distance - log_allowed;
+  write_draw(draws, results, row, sample, best, states == nullptr ? RowState{} : states[row]);
 }
 
 // ---- filters ----
@@ -315,7 +192,7 @@ __global__ void __launch_bounds__(kSampleThreads)
     for (int k = 0; k < kSampleVector; ++k) {
       if (!(logits[k] > minus_infinity())) continue;
       const float distance = scale.distance(logits[k]);
-      const int bin = distance_bin(distance);
+      const int bin = distance_bin<SampleMath>(distance);
       if (bin == kDistanceBins - 1) {
         ++far;
         continue;
@@ -407,7 +284,7 @@ __device__ __forceinline__ Search search_of(const GumbelSample& p, int64_t row,
       const Scale scale = scale_of(p, state, row);
       key = key_at_distance<SampleMath>(log_of_normal<SampleMath>(share), scale.greatest,
                                         scale.inv_temperature);
-      wanted_bin = distance_bin(scale.distance(value_of_key<SampleMath>(key)));
+      wanted_bin = distance_bin<SampleMath>(scale.distance(value_of_key<SampleMath>(key)));
     }
   }
 #pragma unroll
@@ -450,7 +327,7 @@ __global__ void __launch_bounds__(kSampleThreads)
 #pragma unroll
     for (int k = 0; k < kSampleVector; ++k) {
       if (!(logits[k] > minus_infinity())) continue;
-      if (distance_bin(scale.distance(logits[k])) != search.bin) continue;
+      if (distance_bin<SampleMath>(scale.distance(logits[k])) != search.bin) continue;
       // A count past the end of the list says that it is not complete.
       if (*static_cast<volatile uint32_t*>(&state.listed) > kListed) continue;
       const uint32_t at = atomicAdd(&state.listed, 1u);
@@ -488,7 +365,8 @@ __global__ void __launch_bounds__(kChooseThreads, 1)
     for_each_vector<T>(p, row, 0, p.draws.vocab, [&](int, const auto& logits) {
 #pragma unroll
       for (int k = 0; k < kSampleVector; ++k) {
-        if (logits[k] > minus_infinity() && distance_bin(scale.distance(logits[k])) == search.bin)
+        if (logits[k] > minus_infinity() &&
+            distance_bin<SampleMath>(scale.distance(logits[k])) == search.bin)
           body(key_of<SampleMath>(logits[k]));
       }
     });
@@ -569,6 +447,11 @@ struct Space {
 
 bool needs_states(const GumbelSample& p) { return p.filters.any() || p.results.needs_sums(); }
 
+// Of the form in which a cluster has a row, which only pays for what needs states.
+ClusterPolicy cluster_policy_of(const GumbelSample& p, const DeviceInfo& info) {
+  return needs_states(p) ? cluster_policy(info, p.draws.batch, p.draws.vocab) : ClusterPolicy{0, 0};
+}
+
 Space space_of(const GumbelSample& p, const SamplePolicy& policy) {
   Space space{};
   char* base = static_cast<char*>(p.workspace);
@@ -645,7 +528,9 @@ gpuError draw_finish(const Draws& draws, const DrawResults& results, const RowSt
 }
 
 int64_t gumbel_sample_workspace(const GumbelSample& p, int device) {
-  return space_of(p, sample_policy(device_info(device), p.draws.batch, p.draws.vocab)).bytes;
+  const DeviceInfo& info = device_info(device);
+  if (cluster_policy_of(p, info).blocks != 0) return 0;
+  return space_of(p, sample_policy(info, p.draws.batch, p.draws.vocab)).bytes;
 }
 
 const char* gumbel_sample(const GumbelSample& p, int device, void* stream) {
@@ -655,6 +540,11 @@ const char* gumbel_sample(const GumbelSample& p, int device, void* stream) {
   if (p.draws.batch * policy.parts > kMostBlocks ||
       p.draws.batch * p.draws.num_samples > kMostBlocks)
     return "the batch has too many rows for one launch";
+#if !defined(USE_ROCM)
+  const ClusterPolicy cluster = cluster_policy_of(p, info);
+  if (cluster.blocks != 0)
+    return message_of(cluster_sample(p, cluster, static_cast<gpuStream>(stream)));
+#endif
   const Space space = space_of(p, policy);
   const gpuStream on = static_cast<gpuStream>(stream);
   switch (p.dtype) {

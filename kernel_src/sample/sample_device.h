@@ -138,6 +138,37 @@ struct RowState {
   uint32_t raised;
 };
 
+// Leaves the draw of a row's sample. `state` is used where log-probabilities are wanted.
+__device__ __forceinline__ void write_draw(const Draws& draws, const DrawResults& results,
+                                           int64_t row, int sample, const Candidate& best,
+                                           const RowState& state) {
+  const int64_t slot = row * draws.num_samples + sample;
+  const bool found = best.index != kNoIndex;
+  results.tokens[slot] = found ? draws.vocab_offset + best.index : -1;
+  if (results.scores != nullptr) results.scores[slot] = best.score;
+  const Heat heat = heat_of(draws, row);
+  if (results.logits != nullptr)
+    results.logits[slot] = found ? best.logit * heat.inv_temperature : minus_infinity();
+  if (results.logprobs == nullptr && results.log_sum_exp == nullptr) return;
+  const float greatest =
+      state.greatest == 0 ? minus_infinity() : value_of_key<SampleMath>(state.greatest);
+  float log_all = 0.0f, log_allowed = 0.0f;
+  if (!heat.greedy && state.weights != 0) {
+    log_all = log_of_weights<SampleMath>(state.weights);
+    log_allowed = state.raised == 0 ? log_all : log_of_weights<SampleMath>(state.allowed);
+  }
+  if (results.log_sum_exp != nullptr && sample == 0) {
+    results.log_sum_exp[row] =
+        heat.greedy ? minus_infinity() : SampleMath::fma(greatest, heat.inv_temperature, log_all);
+  }
+  if (results.logprobs == nullptr) return;
+  float distance = minus_infinity();
+  if (found)
+    distance = heat.greedy ? 0.0f : distance_of(best.logit, greatest, heat.inv_temperature);
+  results.logprobs[slot] = distance - log_all;
+  results.filtered_logprobs[slot] = distance - log_allowed;
+}
+
 namespace gpu {
 
 // The second stage: the best of `parts` candidates of each row and sample, and the step of the offsets. `states`

@@ -1,0 +1,705 @@
+// gumbel_sample with filters or log-probabilities, on GPUs with thread block clusters: formulas in sample/sample.h.
+//
+// The blocks of a cluster have a row in their shared memory, in float32, which is read from global memory once:
+//   top_k    The greatest logits of all warps, or threads, are at least as many as top_k. The least of them is a
+//            pivot: what is below it is not looked at. What is left is listed, where it is little.
+//   top_p    Weights are added up in bins of their distance from the greatest logit; the bin in which the bound
+//            lies is listed.
+//   min_p    The bound is known from the greatest logit.
+// Blocks read each other's lists and go on alone, each with the same result: the keys of a list are added up in bins of
+// ever smaller spans, until a span is one key. Of a bin with too many logits for a list, all blocks do that
+// together. Then the row is drawn from.
+//
+// All sums are of integers, so that their order does not matter, in two halves: shared memory has no 64-bit sums.
+
+#include "sample/sample_cluster.h"
+
+#include "common/launch_policy.h"
+#include "sample/sample_draw.h"
+
+namespace fuselage {
+namespace {
+
+constexpr int kWarps = kClusterThreads / kWarpSize;
+constexpr uint32_t kAllLanes = 0xffffffffu;
+
+// The greatest logit of a block, and the least of the greatest of its warps and of its threads.
+struct Greatest {
+  float all, of_warps, of_threads;
+};
+
+// Where a sum from the first bin on reaches an amount.
+struct Found {
+  unsigned long long amount;  // that is wanted of the bin
+  unsigned long long sum;     // of the bin
+  unsigned long long all;     // of all bins
+  int bin;
+};
+
+struct Shared {
+  uint32_t low[kDistanceBins], high[kDistanceBins];  // the bins; after the filters, candidates
+  uint32_t list[kClusterListed];                     // keys
+  Greatest of_warps[kWarps];
+  unsigned long long warp_sums[2][kWarps];
+  Candidate best_of_warps[kWarps];
+  Found found;
+  uint32_t listed, floor;
+  // Of each block, in all of them.
+  Greatest greatest[kMaxCluster];
+  unsigned long long segments[kMaxCluster];
+  unsigned long long sums[kMaxCluster];
+  uint32_t counts[kMaxCluster];
+  // Of this block, read by the first one.
+  unsigned long long weights, allowed;
+};
+static_assert(sizeof(Shared) <= kClusterFixedBytes, "the policy counts with less");
+static_assert(kMostSamples * sizeof(Candidate) <= 2 * kDistanceBins * sizeof(uint32_t),
+              "candidates take the place of the bins");
+
+// Who adds up in bins: a block, or all of a cluster.
+struct OneBlock {
+  static constexpr int blocks = 1, rank = 0;
+  __device__ __forceinline__ void sync() const { __syncthreads(); }
+  template <typename V>
+  __device__ __forceinline__ V* at(V* own, int) const {
+    return own;
+  }
+};
+struct Cluster {
+  int blocks, rank;
+  __device__ __forceinline__ void sync() const { cluster_sync(); }
+  template <typename V>
+  __device__ __forceinline__ V* at(V* own, int of) const {
+    return of_block(own, of);
+  }
+};
+
+// ---- the row ----
+
+// A block's part of the row: `size` logits, the first of which is that of column `begin`. What may not be drawn is
+// -inf.
+struct Part {
+  float* logits;
+  int begin, size;
+
+  // body(number, four) of all vectors of four logits; -inf behind the end. All threads of a warp call it equally
+  // often.
+  template <typename Body>
+  __device__ __forceinline__ void for_each_four(Body body) const {
+    constexpr int kAtOnce = 2;
+    const float4* vectors = reinterpret_cast<const float4*>(logits);
+    const int count = (size + 3) / 4;
+    for (int first = 0; first < count; first += kAtOnce * kClusterThreads) {
+      float4 loaded[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int i = first + j * kClusterThreads + static_cast<int>(threadIdx.x);
+        if (i < count) loaded[j] = vectors[i];
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int i = first + j * kClusterThreads + static_cast<int>(threadIdx.x);
+        const bool is = i < count;
+        const float none = minus_infinity();
+        const float four[4] = {is ? loaded[j].x : none, is ? loaded[j].y : none,
+                               is ? loaded[j].z : none, is ? loaded[j].w : none};
+        body(i, four);
+      }
+    }
+  }
+};
+
+// Reads the part of the row and returns the greatest logit that is this thread's.
+template <typename T>
+__device__ __forceinline__ float load_part(const GumbelSample& p, int64_t row, const Part& part) {
+  constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
+  constexpr int kAtOnce = 4;
+  const T* data = row_of<T>(p, row) + part.begin;
+  float greatest = minus_infinity();
+  if (p.bias == nullptr && p.bitmask == nullptr && Vector<T, kWidth>::shift_of(data) == 0) {
+    for (int first = 0; first < part.size; first += kAtOnce * kWidth * kClusterThreads) {
+      Vector<T, kWidth> vectors[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int at = first + (j * kClusterThreads + static_cast<int>(threadIdx.x)) * kWidth;
+        if (at + kWidth <= part.size) vectors[j] = Vector<T, kWidth>::load(data + at);
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int at = first + (j * kClusterThreads + static_cast<int>(threadIdx.x)) * kWidth;
+        if (at >= part.size) continue;
+        float values[kWidth];
+        if (at + kWidth <= part.size) {
+          vectors[j].to_floats(values);
+        } else {
+#pragma unroll
+          for (int k = 0; k < kWidth; ++k)
+            values[k] = at + k < part.size ? to_float(data[at + k]) : minus_infinity();
+        }
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+          values[k] = fmaxf(values[k], minus_infinity());  // NaN is no number to it
+          greatest = fmaxf(values[k], greatest);
+        }
+#pragma unroll
+        for (int k = 0; k < kWidth; k += 4) {
+          *reinterpret_cast<float4*>(part.logits + at + k) =
+              make_float4(values[k], values[k + 1], values[k + 2], values[k + 3]);
+        }
+      }
+    }
+    return greatest;
+  }
+  for_each_vector<T>(p, row, part.begin, part.begin + part.size,
+                     [&](int column, const auto& logits) {
+                       const int at = column - part.begin;
+                       if (at >= part.size) return;
+#pragma unroll
+                       for (int k = 0; k < kSampleVector; ++k)
+                         greatest = fmaxf(logits[k], greatest);
+#pragma unroll
+                       for (int k = 0; k < kSampleVector; k += 4) {
+                         *reinterpret_cast<float4*>(part.logits + at + k) =
+                             make_float4(logits[k], logits[k + 1], logits[k + 2], logits[k + 3]);
+                       }
+                     });
+  return greatest;
+}
+
+__device__ __forceinline__ float warp_least(float value) { return -warp_greatest(-value); }
+
+// What all blocks have together.
+__device__ __forceinline__ Greatest share_greatest(Shared& shared, const Cluster& cluster,
+                                                   float of_thread) {
+  const float of_warp = warp_greatest(of_thread), least = warp_least(of_thread);
+  if (threadIdx.x % kWarpSize == 0)
+    shared.of_warps[threadIdx.x / kWarpSize] = {of_warp, of_warp, least};
+  __syncthreads();
+  const auto join = [](Greatest a, const Greatest& b) {
+    return Greatest{fmaxf(a.all, b.all), fminf(a.of_warps, b.of_warps),
+                    fminf(a.of_threads, b.of_threads)};
+  };
+  cluster_meet_end();
+  if (threadIdx.x < cluster.blocks) {
+    Greatest own = shared.of_warps[0];
+    for (int warp = 1; warp < kWarps; ++warp) own = join(own, shared.of_warps[warp]);
+    cluster.at(shared.greatest, static_cast<int>(threadIdx.x))[cluster.rank] = own;
+  }
+  cluster.sync();
+  Greatest all = shared.greatest[0];
+  for (int block = 1; block < cluster.blocks; ++block) all = join(all, shared.greatest[block]);
+  return all;
+}
+
+// ---- sums ----
+
+__device__ __forceinline__ unsigned long long warp_sum_of(unsigned long long value) {
+#pragma unroll
+  for (int mask = kWarpSize / 2; mask > 0; mask /= 2)
+    value += __shfl_xor_sync(kAllLanes, value, mask);
+  return value;
+}
+
+// Of the block, in every thread. Calls must take turns with the two `turn`s.
+__device__ __forceinline__ unsigned long long block_sum_of(Shared& shared, int turn,
+                                                           unsigned long long value) {
+  value = warp_sum_of(value);
+  if (threadIdx.x % kWarpSize == 0) shared.warp_sums[turn][threadIdx.x / kWarpSize] = value;
+  __syncthreads();
+  unsigned long long sum = 0;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) sum += shared.warp_sums[turn][warp];
+  return sum;
+}
+
+// ---- bins ----
+
+__device__ __forceinline__ void clear_bins(Shared& shared) {
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  for (int i = threadIdx.x; i < kDistanceBins / 4; i += kClusterThreads) {
+    reinterpret_cast<uint4*>(shared.low)[i] = zero;
+    reinterpret_cast<uint4*>(shared.high)[i] = zero;
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ void add_to_bin(Shared& shared, int bin, uint32_t count) {
+  atomicAdd(&shared.low[bin], count);
+}
+__device__ __forceinline__ void add_to_bin(Shared& shared, int bin, unsigned long long weight) {
+  const uint32_t low = static_cast<uint32_t>(weight);
+  const uint32_t carry = atomicAdd(&shared.low[bin], low) > ~low ? 1 : 0;
+  const uint32_t high = static_cast<uint32_t>(weight >> 32) + carry;
+  if (high != 0) atomicAdd(&shared.high[bin], high);
+}
+
+__device__ __forceinline__ uint32_t warp_total(const uint32_t (&counts)[4]) {
+  return kWarpSize * (counts[0] + counts[1] + counts[2] + counts[3]);
+}
+__device__ __forceinline__ unsigned long long warp_total(const unsigned long long (&weights)[4]) {
+  return warp_sum_of(weights[0] + weights[1] + weights[2] + weights[3]);
+}
+
+// Adds four amounts a lane, but those of bins below 0. Counts are all 1. All lanes call together: where all have the
+// same bin, as in rows of equal logits, it is added to once.
+template <typename Amount>
+__device__ __forceinline__ void add_four(Shared& shared, const int (&bins)[4],
+                                         const Amount (&amounts)[4]) {
+  const int first = __shfl_sync(kAllLanes, bins[0], 0);
+  const bool same = bins[0] == first && bins[1] == first && bins[2] == first && bins[3] == first;
+  if (__all_sync(kAllLanes, same)) {
+    if (first < 0) return;
+    const Amount total = warp_total(amounts);
+    if (threadIdx.x % kWarpSize == 0) add_to_bin(shared, first, total);
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    if (bins[k] >= 0) add_to_bin(shared, bins[k], amounts[k]);
+  }
+}
+
+// The bin in which the sum reaches amount(), which is called when all have filled the bins. Where the sum of all bins
+// is less, nothing but `all` is valid.
+template <typename Group, typename Amount>
+__device__ __forceinline__ Found find_bin(Shared& shared, const Group& group, Amount amount) {
+  constexpr int kMostEach = kDistanceBins / kClusterThreads;
+  group.sync();
+  const unsigned long long wanted = amount();
+  // A block adds up its share of the bins over all blocks; a thread has neighbouring ones.
+  const int own = kDistanceBins / group.blocks;
+  const int each = own > kClusterThreads ? own / kClusterThreads : 1;
+  const int first = static_cast<int>(threadIdx.x) * each;
+  unsigned long long values[kMostEach] = {}, sum = 0;
+  if (first < own) {
+#pragma unroll
+    for (int i = 0; i < kMostEach; ++i) {
+      if (i >= each) break;
+      const int bin = group.rank * own + first + i;
+#pragma unroll
+      for (int block = 0; block < kMaxCluster; ++block) {
+        if (block >= group.blocks) break;
+        values[i] += (static_cast<unsigned long long>(group.at(shared.high, block)[bin]) << 32) +
+                     group.at(shared.low, block)[bin];
+      }
+      sum += values[i];
+    }
+  }
+  unsigned long long upto = sum;  // in the warp
+#pragma unroll
+  for (int step = 1; step < kWarpSize; step *= 2) {
+    const unsigned long long before = __shfl_up_sync(kAllLanes, upto, step);
+    if (static_cast<int>(threadIdx.x % kWarpSize) >= step) upto += before;
+  }
+  const int warp = threadIdx.x / kWarpSize;
+  if (threadIdx.x % kWarpSize == kWarpSize - 1) shared.warp_sums[0][warp] = upto;
+  __syncthreads();
+  unsigned long long above = 0, segment = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) {
+    above += i < warp ? shared.warp_sums[0][i] : 0;
+    segment += shared.warp_sums[0][i];
+  }
+  if (threadIdx.x < group.blocks)
+    group.at(shared.segments, static_cast<int>(threadIdx.x))[group.rank] = segment;
+  group.sync();
+  unsigned long long all = 0;
+  for (int block = 0; block < group.blocks; ++block) {
+    above += block < group.rank ? shared.segments[block] : 0;
+    all += shared.segments[block];
+  }
+  above += upto - sum;
+#pragma unroll
+  for (int i = 0; i < kMostEach; ++i) {
+    if (wanted > above && wanted <= above + values[i]) {
+      for (int block = 0; block < group.blocks; ++block) {
+        *group.at(&shared.found, block) = {wanted - above, values[i], all,
+                                           group.rank * own + first + i};
+      }
+    }
+    above += values[i];
+  }
+  group.sync();
+  Found found = shared.found;
+  found.all = all;
+  return found;
+}
+
+// The key, from `high` down to `low`, at which the amounts of all keys from `high` on reach `amount`.
+// fill(low, high, shift) adds those of the keys in [low, high] to the bins (high - key) >> shift.
+template <typename Group, typename Fill>
+__device__ __forceinline__ uint32_t find_key(Shared& shared, const Group& group, uint32_t low,
+                                             uint32_t high, unsigned long long amount, Fill fill) {
+  constexpr int kBits = 11;
+  static_assert(kDistanceBins == 1 << kBits, "a span has as many bins");
+  while (true) {
+    const int bits = 32 - __clz(static_cast<int>(high - low));
+    const int shift = bits > kBits ? bits - kBits : 0;
+    clear_bins(shared);
+    fill(low, high, shift);
+    const Found found = find_bin(shared, group, [&] { return amount; });
+    amount = found.amount;
+    high -= static_cast<uint32_t>(found.bin) << shift;
+    if (shift == 0) return high;
+    const uint32_t width = (1u << shift) - 1;
+    if (high - low > width) low = high - width;
+  }
+}
+
+// ---- lists ----
+
+// Lists the keys of the logits of which wanted(logit) is true, of all blocks in each, and returns how many they are. Of
+// more than kClusterListed there is no list.
+template <typename Wanted>
+__device__ __forceinline__ uint32_t list_logits(Shared& shared, const Cluster& cluster,
+                                                const Part& part, Wanted wanted) {
+  if (threadIdx.x == 0) shared.listed = 0;
+  __syncthreads();
+  part.for_each_four([&](int, const float(&four)[4]) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (!wanted(four[k])) continue;
+      const uint32_t at = atomicAdd(&shared.listed, 1u);
+      if (at < kClusterListed) shared.list[at] = key_of<SampleMath>(four[k]);
+    }
+  });
+  __syncthreads();
+  uint32_t own = shared.listed;
+  if (threadIdx.x < cluster.blocks)
+    cluster.at(shared.counts, static_cast<int>(threadIdx.x))[cluster.rank] = own;
+  cluster.sync();
+  uint32_t total = 0;
+  for (int block = 0; block < cluster.blocks; ++block) total += shared.counts[block];
+  if (total > kClusterListed) return total;
+  // Those of the others behind our own, which they are reading.
+  for (int i = 1; i < cluster.blocks; ++i) {
+    const int block = (cluster.rank + i) % cluster.blocks;
+    const uint32_t* theirs = cluster.at(shared.list, block);
+    const uint32_t count = shared.counts[block];
+    for (uint32_t k = threadIdx.x; k < count; k += kClusterThreads)
+      shared.list[own + k] = theirs[k];
+    own += count;
+  }
+  __syncthreads();
+  return total;
+}
+
+// ---- filters ----
+
+struct Scale {
+  float greatest, inv_temperature;
+
+  __device__ __forceinline__ float distance(float logit) const {
+    return distance_of(logit, greatest, inv_temperature);
+  }
+  __device__ __forceinline__ unsigned long long weight_of_key(uint32_t key) const {
+    return weight_of<SampleMath>(distance(value_of_key<SampleMath>(key)));
+  }
+  __device__ __forceinline__ int bin(float logit) const {
+    return distance_bin<SampleMath>(distance(logit));
+  }
+};
+
+// What the filters know of the row. Logits with keys from `bound` on may be drawn.
+struct Filtering {
+  const GumbelSample& p;
+  Shared& shared;
+  const Cluster& cluster;
+  const Part& part;
+  Scale scale;
+  uint32_t greatest, bound;
+  bool complete;  // the list has all that may be drawn
+  uint32_t listed;
+
+  // Fills bins with the amounts of a list's keys.
+  template <typename Amount>
+  __device__ __forceinline__ auto fill_of_list(Amount amount) const {
+    return [this, amount](uint32_t low, uint32_t high, int shift) {
+      for (uint32_t i = threadIdx.x; i < listed; i += kClusterThreads) {
+        const uint32_t key = shared.list[i];
+        if (key >= low && key <= high)
+          add_to_bin(shared, static_cast<int>((high - key) >> shift), amount(key));
+      }
+    };
+  }
+  // Fills bins with those of the row's logits that are in a bin of distance.
+  template <typename Amount>
+  __device__ __forceinline__ auto fill_of_row(int bin, Amount amount) const {
+    using Value = decltype(amount(0u));
+    return [this, bin, amount](uint32_t low, uint32_t high, int shift) {
+      part.for_each_four([&](int, const float(&four)[4]) {
+        int bins[4];
+        Value amounts[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const uint32_t key = key_of<SampleMath>(four[k]);
+          const bool is = key >= low && key <= high && scale.bin(four[k]) == bin;
+          bins[k] = is ? static_cast<int>((high - key) >> shift) : -1;
+          amounts[k] = is ? amount(key) : Value{0};
+        }
+        add_four(shared, bins, amounts);
+      });
+    };
+  }
+
+  // The key of the bin that is found, by way of a list where that has room.
+  template <typename Amount>
+  __device__ __forceinline__ uint32_t key_in(const Found& found, bool may_list, Amount amount) {
+    const float lowest = value_of_key<SampleMath>(bound);
+    if (may_list) {
+      listed = list_logits(shared, cluster, part, [&](float logit) {
+        return logit >= lowest && scale.bin(logit) == found.bin;
+      });
+    }
+    if (may_list && listed <= kClusterListed) {
+      return find_key(shared, OneBlock{}, bound, greatest, found.amount, fill_of_list(amount));
+    }
+    return find_key(shared, cluster, bound, greatest, found.amount, fill_of_row(found.bin, amount));
+  }
+
+  __device__ __forceinline__ void top_k(int64_t k, const Greatest& all) {
+    if (k < 1 || k > p.draws.vocab) return;
+    const unsigned long long wanted = static_cast<unsigned long long>(k);
+    const auto one = [](uint32_t) { return 1u; };
+    const bool of_warps = k <= kWarps * cluster.blocks && all.of_warps > minus_infinity();
+    const bool of_threads =
+        k <= kClusterThreads * cluster.blocks && all.of_threads > minus_infinity();
+    const float pivot = of_warps     ? all.of_warps
+                        : of_threads ? all.of_threads
+                                     : value_of_key<SampleMath>(bound);
+    const uint32_t lowest = key_of<SampleMath>(pivot);
+    if (of_warps) {
+      listed = list_logits(shared, cluster, part, [&](float logit) { return logit >= pivot; });
+      complete = listed <= kClusterListed;
+    }
+    if (complete) {
+      bound = find_key(shared, OneBlock{}, lowest, greatest, wanted, fill_of_list(one));
+      return;
+    }
+    clear_bins(shared);
+    part.for_each_four([&](int, const float(&four)[4]) {
+      int bins[4];
+      const uint32_t ones[4] = {1, 1, 1, 1};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) bins[i] = four[i] >= pivot ? scale.bin(four[i]) : -1;
+      add_four(shared, bins, ones);
+    });
+    const Found found = find_bin(shared, cluster, [&] { return wanted; });
+    if (found.all < wanted) return;
+    bound = lowest;
+    bound = key_in(found, found.sum <= kClusterListed, one);
+  }
+
+  __device__ __forceinline__ void top_p(float share) {
+    if (!(share < 1.0f)) return;
+    const auto weight = [this](uint32_t key) { return scale.weight_of_key(key); };
+    if (complete) {
+      unsigned long long sum = 0;
+      for (uint32_t i = threadIdx.x; i < listed; i += kClusterThreads) {
+        const uint32_t key = shared.list[i];
+        if (key >= bound) sum += weight(key);
+      }
+      sum = block_sum_of(shared, 1, sum);
+      bound = find_key(shared, OneBlock{}, bound, greatest, weights_needed(share, sum),
+                       fill_of_list(weight));
+      return;
+    }
+    // Logits so far off that all together cannot have what top_p leaves out need no bins: their weights only count
+    // in the sum.
+    const float left = share > 0.0f ? 1.0f - share : 1.0f;
+    const float cutoff = 0.693147f * (log2_approximate(left) - 2.0f -
+                                      log2_approximate(static_cast<float>(p.draws.vocab)));
+    const float lowest = value_of_key<SampleMath>(bound);
+    clear_bins(shared);
+    unsigned long long sum = 0;
+    part.for_each_four([&](int, const float(&four)[4]) {
+      int bins[4];
+      unsigned long long weights[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float distance = scale.distance(four[k]);
+        const bool is = four[k] >= lowest && distance > -28.5f;
+        weights[k] = is ? weight_of<SampleMath>(distance) : 0;
+        bins[k] = is && distance >= cutoff ? near_distance_bin<SampleMath>(distance) : -1;
+        sum += weights[k];
+      }
+      add_four(shared, bins, weights);
+    });
+    sum = block_sum_of(shared, 1, sum);
+    if (threadIdx.x < cluster.blocks)
+      cluster.at(shared.sums, static_cast<int>(threadIdx.x))[cluster.rank] = sum;
+    const Found found = find_bin(shared, cluster, [&] {
+      unsigned long long all = 0;
+      for (int block = 0; block < cluster.blocks; ++block) all += shared.sums[block];
+      return weights_needed(share, all);
+    });
+    bound = key_in(found, true, weight);
+  }
+
+  __device__ __forceinline__ void min_p(float share) {
+    if (!(share >= 1.17549435e-38f)) return;
+    // As key_at_distance, 32 keys at a time.
+    const float farthest = log_of_normal<SampleMath>(share);
+    uint32_t low = kKeyOfMinusInfinity, high = greatest;
+    while (low < high) {
+      const uint32_t step = (high - low) / kWarpSize + 1;
+      const uint32_t ahead = step * (threadIdx.x % kWarpSize);
+      const uint32_t key = ahead < high - low ? low + ahead : high;
+      const bool near = scale.distance(value_of_key<SampleMath>(key)) >= farthest;
+      const uint32_t nearby = __ballot_sync(kAllLanes, near);
+      const int first = nearby == 0 ? kWarpSize : __ffs(static_cast<int>(nearby)) - 1;
+      const uint32_t key_of_first = __shfl_sync(kAllLanes, key, first % kWarpSize);
+      const uint32_t key_before = __shfl_sync(kAllLanes, key, first == 0 ? 0 : first - 1);
+      if (first < kWarpSize) high = key_of_first;
+      if (first > 0) low = key_before + 1;
+    }
+    if (high > bound) bound = high;
+  }
+};
+
+// ---- the kernel ----
+
+__global__ void __launch_bounds__(kClusterThreads, 2)
+    cluster_kernel(const GumbelSample p, const ClusterPolicy policy) {
+  extern __shared__ __align__(128) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  cluster_meet_start();
+  const Cluster cluster{policy.blocks, policy.blocks == 1 ? 0 : cluster_rank()};
+  const int64_t row = blockIdx.x / policy.blocks;
+  const int64_t begin = cluster.rank * policy.part, left = p.draws.vocab - begin;
+  const Part part{reinterpret_cast<float*>(bytes + kClusterFixedBytes), static_cast<int>(begin),
+                  static_cast<int>(left < 0             ? 0
+                                   : left < policy.part ? left
+                                                        : policy.part)};
+  wait_for_kernel_before();
+  const Heat heat = heat_of(p.draws, row);
+  const NoiseKey key = key_of_row(p.draws, row);
+
+  float of_thread = minus_infinity();
+  switch (p.dtype) {
+    case DType::float32: of_thread = load_part<float>(p, row, part); break;
+    case DType::float16: of_thread = load_part<float16>(p, row, part); break;
+    default: of_thread = load_part<bfloat16>(p, row, part);
+  }
+  const Greatest greatest = share_greatest(shared, cluster, of_thread);
+  const bool any = greatest.all > minus_infinity();
+  const bool has_weights = any && !heat.greedy;
+  const bool wants_sums = p.results.logprobs != nullptr || p.results.log_sum_exp != nullptr;
+
+  const Scale scale{greatest.all, heat.inv_temperature};
+  uint32_t bound = kKeyOfMinusInfinity + 1;
+  if (has_weights) {
+    Filtering filtering{p,     shared, cluster, part, scale, key_of<SampleMath>(greatest.all),
+                        bound, false,  0};
+    if (p.filters.has_top_k) {
+      const RowInts& k = p.filters.top_k;
+      filtering.top_k(k.values == nullptr ? k.value : k.values[row * k.stride], greatest);
+    }
+    if (p.filters.has_top_p) filtering.top_p(option_of(p.filters.top_p, row));
+    if (p.filters.has_min_p) filtering.min_p(option_of(p.filters.min_p, row));
+    bound = filtering.bound;
+  }
+  const float lowest = value_of_key<SampleMath>(bound);
+
+  if (has_weights && wants_sums) {
+    unsigned long long weights = 0, allowed = 0;
+    part.for_each_four([&](int, const float(&four)[4]) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (!(four[k] > minus_infinity())) continue;
+        const unsigned long long weight = weight_of<SampleMath>(scale.distance(four[k]));
+        weights += weight;
+        allowed += four[k] >= lowest ? weight : 0;
+      }
+    });
+    weights = block_sum_of(shared, 0, weights);
+    allowed = block_sum_of(shared, 1, allowed);
+    if (threadIdx.x == 0) {
+      shared.weights = weights;
+      shared.allowed = allowed;
+    }
+  }
+
+  Candidate* candidates = reinterpret_cast<Candidate*>(shared.low);
+  Drawing drawing{};
+  drawing.key = key;
+  drawing.inv_temperature = heat.inv_temperature;
+  drawing.shift = static_cast<int>(p.draws.vocab_offset & 3);
+  drawing.block_floor = &shared.floor;
+  for (int sample = 0; sample < p.draws.num_samples; ++sample) {
+    drawing.sample = sample;
+    drawing.best = no_candidate();
+    drawing.set_floor(minus_infinity());
+    if (threadIdx.x == 0) shared.floor = 0;
+    __syncthreads();
+    part.for_each_four([&](int number, const float(&four)[4]) {
+      const int column = part.begin + 4 * number;
+      if (heat.greedy) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) offer(drawing.best, four[k], four[k], column + k);
+        return;
+      }
+      float allowed[4];
+      bool is_any = false;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const bool is = four[k] >= lowest;
+        allowed[k] = is ? four[k] : minus_infinity();
+        is_any |= is;
+      }
+      if (!warp_any(is_any)) return;
+      drawing.take_floor();
+      drawing.offer_all(allowed, p.draws.vocab_offset + column, column);
+    });
+    const Candidate best = block_best<kClusterThreads>(drawing.best, shared.best_of_warps);
+    if (threadIdx.x == 0) candidates[sample] = best;
+    __syncthreads();
+  }
+
+  cluster.sync();
+  if (cluster.rank == 0) {
+    RowState state{};
+    state.greatest = any ? key_of<SampleMath>(greatest.all) : 0;
+    state.raised = 1;
+    if (has_weights && wants_sums) {
+      for (int block = 0; block < cluster.blocks; ++block) {
+        state.weights += *cluster.at(&shared.weights, block);
+        state.allowed += *cluster.at(&shared.allowed, block);
+      }
+    }
+    for (int sample = threadIdx.x; sample < p.draws.num_samples; sample += kClusterThreads) {
+      Candidate best = no_candidate();
+      for (int block = 0; block < cluster.blocks; ++block)
+        keep_better(best, cluster.at(candidates, block)[sample]);
+      write_draw(p.draws, p.results, row, sample, best, state);
+    }
+    // NOTE: an offset of all rows may be read by other clusters still.
+    if (threadIdx.x == 0 && (p.draws.offset_per_row || p.draws.batch == 1)) ++p.draws.offsets[row];
+  }
+  let_kernel_after_start();
+  cluster.sync();
+}
+
+// The step of an offset that all rows share.
+__global__ void advance_kernel(int64_t* offset) {
+  wait_for_kernel_before();
+  ++*offset;
+}
+
+}  // namespace
+
+// ---- launchers ----
+
+namespace gpu {
+
+gpuError cluster_sample(const GumbelSample& p, const ClusterPolicy& policy, gpuStream stream) {
+  const dim3 grid(static_cast<unsigned>(p.draws.batch * policy.blocks));
+  const int bytes = kClusterFixedBytes + static_cast<int>(policy.part * sizeof(float));
+  const gpuError error = gpu_launch(&cluster_kernel, grid, dim3(kClusterThreads), bytes,
+                                    policy.blocks, stream, p, policy);
+  if (error != gpuSuccess || p.draws.offset_per_row || p.draws.batch == 1) return error;
+  return gpu_launch_after(&advance_kernel, dim3(1), dim3(1), stream, p.draws.offsets);
+}
+
+}  // namespace gpu
+}  // namespace fuselage
