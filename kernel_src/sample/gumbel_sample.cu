@@ -1,12 +1,12 @@
 // gumbel_sample on the GPU: formulas in sample/sample.h.
 //
-// A row is cut into parts, one for a block. A thread has eight neighbouring logits at a time, two blocks of Philox.
-// Most logits cannot win whatever the logarithms of their noise are: a bound of the noise tells, and only the few
-// others are computed. A second kernel takes the best of the parts.
+// A row is cut into parts, one for a block. A thread has eight neighbouring logits at a time, two blocks of Philox;
+// sample_draw.h says how most are told to lose without their logarithms. A second kernel takes the best of the parts.
 //
-// Filters need no sort. A row's logits are counted, and their weights added up, in bins of their distance from the
-// greatest; the bin in which a filter's bound lies has few logits, which are listed, and among which the bound is
-// found eight bits at a time. All sums are of integers, so that their order does not matter.
+// Filters need no sort. On GPUs with clusters, sample_cluster.cu has them. Here is what all GPUs can do, and what
+// rows too long for a cluster get: a row's logits are counted, and their weights added up, in bins of their distance
+// from the greatest; the bin in which a filter's bound lies has few logits, which are listed, and among which the
+// bound is found eight bits at a time. All sums are of integers, so that their order does not matter.
 
 #include "common/launch_policy.h"
 #include "sample/sample_cluster.h"
@@ -32,7 +32,7 @@ __device__ __forceinline__ Part part_of(const GumbelSample& p, const SamplePolic
 // ---- the draw ----
 
 template <typename T>
-__global__ void __launch_bounds__(kSampleThreads)
+__global__ void __launch_bounds__(kSampleThreads, 3)
     draw_kernel(const GumbelSample p, const SamplePolicy policy, const RowState* states,
                 Candidate* candidates) {
   __shared__ Candidate of_warps[kSampleThreads / kWarpSize];
@@ -40,8 +40,9 @@ __global__ void __launch_bounds__(kSampleThreads)
   wait_for_kernel_before();
   const Part part = part_of(p, policy);
   const Heat heat = heat_of(p.draws, part.row);
-  Drawing drawing{};
+  Drawing<KeptKeys> drawing{};
   drawing.key = key_of_row(p.draws, part.row);
+  drawing.keys.set(drawing.key);
   drawing.inv_temperature = heat.inv_temperature;
   drawing.shift = static_cast<int>(p.draws.vocab_offset & 3);
   drawing.block_floor = &block_floor;
@@ -62,22 +63,17 @@ __global__ void __launch_bounds__(kSampleThreads)
       });
     } else {
       for_each_vector<T>(p, part.row, part.begin, part.end, [&](int column, const auto& logits) {
-        if (filtered) {
-          float allowed[kSampleVector];
-          bool any = false;
+        float allowed[kSampleVector];
+        bool any = !filtered;
 #pragma unroll
-          for (int k = 0; k < kSampleVector; ++k) {
-            const bool is = logits[k] >= lowest && logits[k] > minus_infinity();
-            allowed[k] = is ? logits[k] : minus_infinity();
-            any |= is;
-          }
-          if (!warp_any(any)) return;
-          drawing.take_floor();
-          drawing.offer_all(allowed, p.draws.vocab_offset + column, column);
-        } else {
-          drawing.take_floor();
-          drawing.offer_all(logits, p.draws.vocab_offset + column, column);
+        for (int k = 0; k < kSampleVector; ++k) {
+          allowed[k] = logits[k];
+          if (filtered && !(logits[k] >= lowest)) allowed[k] = minus_infinity();
+          any |= allowed[k] > minus_infinity();
         }
+        if (filtered && !warp_any(any)) return;
+        drawing.take_floor();
+        drawing.offer_all(allowed, p.draws.vocab_offset + column, column);
       });
     }
     const Candidate best = block_best<kSampleThreads>(drawing.best, of_warps);
@@ -171,6 +167,27 @@ __device__ __forceinline__ bool has_weights(const GumbelSample& p, const RowStat
   return state.greatest != 0 && !heat_of(p.draws, row).greedy;
 }
 
+// What a thread adds to bins: neighbours in the same bin at once, as in rows of equal logits all are.
+struct Run {
+  int bin = 0;
+  uint32_t count = 0;
+  unsigned long long weight = 0;
+
+  __device__ __forceinline__ void add(uint32_t* counts, unsigned long long* weights, int its_bin,
+                                      unsigned long long its_weight) {
+    if (its_bin != bin) flush(counts, weights);
+    bin = its_bin;
+    ++count;
+    weight += its_weight;
+  }
+  __device__ __forceinline__ void flush(uint32_t* counts, unsigned long long* weights) {
+    if (count != 0) atomicAdd(&counts[bin], count);
+    if (weight != 0) atomicAdd(&weights[bin], weight);
+    count = 0;
+    weight = 0;
+  }
+};
+
 template <typename T>
 __global__ void __launch_bounds__(kSampleThreads)
     bins_kernel(const GumbelSample p, const SamplePolicy policy, const FilterSpace space) {
@@ -186,23 +203,16 @@ __global__ void __launch_bounds__(kSampleThreads)
     counts[i] = 0;
   }
   __syncthreads();
-  uint32_t far = 0;  // those of the last bin, which may be nearly all
+  Run run;
   for_each_vector<T>(p, part.row, part.begin, part.end, [&](int, const auto& logits) {
 #pragma unroll
     for (int k = 0; k < kSampleVector; ++k) {
       if (!(logits[k] > minus_infinity())) continue;
       const float distance = scale.distance(logits[k]);
-      const int bin = distance_bin<SampleMath>(distance);
-      if (bin == kDistanceBins - 1) {
-        ++far;
-        continue;
-      }
-      atomicAdd(&counts[bin], 1u);
-      const uint64_t weight = weight_of<SampleMath>(distance);
-      if (weight != 0) atomicAdd(&weights[bin], static_cast<unsigned long long>(weight));
+      run.add(counts, weights, distance_bin<SampleMath>(distance), weight_of<SampleMath>(distance));
     }
   });
-  if (far != 0) atomicAdd(&counts[kDistanceBins - 1], far);
+  run.flush(counts, weights);
   __syncthreads();
   RowBins& bins = space.bins[part.row];
   unsigned long long sum = 0;
@@ -380,9 +390,11 @@ __global__ void __launch_bounds__(kChooseThreads, 1)
   if (bound != 0) {
     if (threadIdx.x == 0) weights[0] = 0;
     __syncthreads();
+    unsigned long long sum = 0;
     for_each_key([&](uint32_t key) {
-      if (key >= bound) atomicAdd(&weights[0], weight_of_key(key));
+      if (key >= bound) sum += weight_of_key(key);
     });
+    if (sum != 0) atomicAdd(&weights[0], sum);
     __syncthreads();
     allowed += weights[0];
   } else {
@@ -393,11 +405,12 @@ __global__ void __launch_bounds__(kChooseThreads, 1)
         counts[threadIdx.x] = 0;
       }
       __syncthreads();
+      Run run;
       for_each_key([&](uint32_t key) {
         if (shift < 24 && key >> (shift + 8) != bound) return;
-        atomicAdd(&counts[key >> shift & 255], 1u);
-        atomicAdd(&weights[key >> shift & 255], weight_of_key(key));
+        run.add(counts, weights, static_cast<int>(key >> shift & 255), weight_of_key(key));
       });
+      run.flush(counts, weights);
       __syncthreads();
       // Thread t has digit 255 - t.
       const int digit = kDigits - 1 - static_cast<int>(threadIdx.x);
@@ -447,7 +460,7 @@ struct Space {
 
 bool needs_states(const GumbelSample& p) { return p.filters.any() || p.results.needs_sums(); }
 
-// Of the form in which a cluster has a row, which only pays for what needs states.
+// Of the form in which a cluster has a row, which pays for what needs states.
 ClusterPolicy cluster_policy_of(const GumbelSample& p, const DeviceInfo& info) {
   return needs_states(p) ? cluster_policy(info, p.draws.batch, p.draws.vocab) : ClusterPolicy{0, 0};
 }

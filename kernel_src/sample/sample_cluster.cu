@@ -32,8 +32,8 @@ struct Greatest {
 struct Found {
   unsigned long long amount;  // that is wanted of the bin
   unsigned long long sum;     // of the bin
-  unsigned long long all;     // of all bins
   int bin;
+  unsigned long long all;  // of all bins
 };
 
 struct Shared {
@@ -43,14 +43,10 @@ struct Shared {
   unsigned long long warp_sums[2][kWarps];
   Candidate best_of_warps[kWarps];
   Found found;
-  uint32_t listed, floor;
-  // Of each block, in all of them.
-  Greatest greatest[kMaxCluster];
-  unsigned long long segments[kMaxCluster];
-  unsigned long long sums[kMaxCluster];
-  uint32_t counts[kMaxCluster];
-  // Of this block, read by the first one.
-  unsigned long long weights, allowed;
+  uint32_t listed, least, most, floor, few, few_keys[kWarpSize];
+  // Of this block, read by the others.
+  Greatest greatest;
+  unsigned long long segment, sum, weights, allowed;
 };
 static_assert(sizeof(Shared) <= kClusterFixedBytes, "the policy counts with less");
 static_assert(kMostSamples * sizeof(Candidate) <= 2 * kDistanceBins * sizeof(uint32_t),
@@ -58,7 +54,7 @@ static_assert(kMostSamples * sizeof(Candidate) <= 2 * kDistanceBins * sizeof(uin
 
 // Who adds up in bins: a block, or all of a cluster.
 struct OneBlock {
-  static constexpr int blocks = 1, rank = 0;
+  static constexpr int kMostBlocks = 1, blocks = 1, rank = 0;
   __device__ __forceinline__ void sync() const { __syncthreads(); }
   template <typename V>
   __device__ __forceinline__ V* at(V* own, int) const {
@@ -66,6 +62,7 @@ struct OneBlock {
   }
 };
 struct Cluster {
+  static constexpr int kMostBlocks = kMaxCluster;
   int blocks, rank;
   __device__ __forceinline__ void sync() const { cluster_sync(); }
   template <typename V>
@@ -168,27 +165,23 @@ __device__ __forceinline__ float load_part(const GumbelSample& p, int64_t row, c
 
 __device__ __forceinline__ float warp_least(float value) { return -warp_greatest(-value); }
 
+__device__ __forceinline__ Greatest warp_join(const Greatest& of_lane) {
+  return {warp_greatest(of_lane.all), warp_least(of_lane.of_warps), warp_least(of_lane.of_threads)};
+}
+
 // What all blocks have together.
 __device__ __forceinline__ Greatest share_greatest(Shared& shared, const Cluster& cluster,
                                                    float of_thread) {
+  const int lane = threadIdx.x % kWarpSize;
   const float of_warp = warp_greatest(of_thread), least = warp_least(of_thread);
-  if (threadIdx.x % kWarpSize == 0)
-    shared.of_warps[threadIdx.x / kWarpSize] = {of_warp, of_warp, least};
+  if (lane == 0) shared.of_warps[threadIdx.x / kWarpSize] = {of_warp, of_warp, least};
   __syncthreads();
-  const auto join = [](Greatest a, const Greatest& b) {
-    return Greatest{fmaxf(a.all, b.all), fminf(a.of_warps, b.of_warps),
-                    fminf(a.of_threads, b.of_threads)};
-  };
-  cluster_meet_end();
-  if (threadIdx.x < cluster.blocks) {
-    Greatest own = shared.of_warps[0];
-    for (int warp = 1; warp < kWarps; ++warp) own = join(own, shared.of_warps[warp]);
-    cluster.at(shared.greatest, static_cast<int>(threadIdx.x))[cluster.rank] = own;
+  if (threadIdx.x < kWarpSize) {
+    const Greatest own = warp_join(shared.of_warps[lane % kWarps]);
+    if (lane == 0) shared.greatest = own;
   }
   cluster.sync();
-  Greatest all = shared.greatest[0];
-  for (int block = 1; block < cluster.blocks; ++block) all = join(all, shared.greatest[block]);
-  return all;
+  return warp_join(*cluster.at(&shared.greatest, lane % cluster.blocks));
 }
 
 // ---- sums ----
@@ -276,11 +269,18 @@ __device__ __forceinline__ Found find_bin(Shared& shared, const Group& group, Am
     for (int i = 0; i < kMostEach; ++i) {
       if (i >= each) break;
       const int bin = group.rank * own + first + i;
+      // NOTE: all are loaded, so that none waits for another.
+      uint32_t lows[Group::kMostBlocks], highs[Group::kMostBlocks];
 #pragma unroll
-      for (int block = 0; block < kMaxCluster; ++block) {
-        if (block >= group.blocks) break;
-        values[i] += (static_cast<unsigned long long>(group.at(shared.high, block)[bin]) << 32) +
-                     group.at(shared.low, block)[bin];
+      for (int block = 0; block < Group::kMostBlocks; ++block) {
+        const int from = block < group.blocks ? block : group.rank;
+        lows[block] = group.at(shared.low, from)[bin];
+        highs[block] = group.at(shared.high, from)[bin];
+      }
+#pragma unroll
+      for (int block = 0; block < Group::kMostBlocks; ++block) {
+        if (block < group.blocks)
+          values[i] += static_cast<unsigned long long>(highs[block]) << 32 | lows[block];
       }
       sum += values[i];
     }
@@ -300,36 +300,42 @@ __device__ __forceinline__ Found find_bin(Shared& shared, const Group& group, Am
     above += i < warp ? shared.warp_sums[0][i] : 0;
     segment += shared.warp_sums[0][i];
   }
-  if (threadIdx.x < group.blocks)
-    group.at(shared.segments, static_cast<int>(threadIdx.x))[group.rank] = segment;
-  group.sync();
-  unsigned long long all = 0;
-  for (int block = 0; block < group.blocks; ++block) {
-    above += block < group.rank ? shared.segments[block] : 0;
-    all += shared.segments[block];
+  unsigned long long all = segment;
+  int owner = 0;  // the block in whose share the bin is
+  if constexpr (Group::kMostBlocks > 1) {
+    if (threadIdx.x == 0) shared.segment = segment;
+    group.sync();
+    const int lane = threadIdx.x % kWarpSize;
+    const unsigned long long its = lane < group.blocks ? *group.at(&shared.segment, lane) : 0;
+    all = 0;
+#pragma unroll
+    for (int block = 0; block < Group::kMostBlocks; ++block) {
+      above += block == group.rank ? all : 0;
+      all += __shfl_sync(kAllLanes, its, block);
+      owner += all < wanted ? 1 : 0;
+    }
   }
   above += upto - sum;
 #pragma unroll
   for (int i = 0; i < kMostEach; ++i) {
     if (wanted > above && wanted <= above + values[i]) {
-      for (int block = 0; block < group.blocks; ++block) {
-        *group.at(&shared.found, block) = {wanted - above, values[i], all,
-                                           group.rank * own + first + i};
-      }
+      shared.found = {wanted - above, values[i], group.rank * own + first + i, all};
     }
     above += values[i];
   }
   group.sync();
-  Found found = shared.found;
+  Found found = *group.at(&shared.found, owner < group.blocks ? owner : 0);
   found.all = all;
   return found;
 }
 
 // The key, from `high` down to `low`, at which the amounts of all keys from `high` on reach `amount`.
-// fill(low, high, shift) adds those of the keys in [low, high] to the bins (high - key) >> shift.
-template <typename Group, typename Fill>
+// fill(low, high, shift) adds those of the keys in [low, high] to the bins (high - key) >> shift. Where it can, and
+// before the next step, few(low, high, amount, key) tells the key.
+template <typename Group, typename Fill, typename Few>
 __device__ __forceinline__ uint32_t find_key(Shared& shared, const Group& group, uint32_t low,
-                                             uint32_t high, unsigned long long amount, Fill fill) {
+                                             uint32_t high, unsigned long long amount, Fill fill,
+                                             Few few) {
   constexpr int kBits = 11;
   static_assert(kDistanceBins == 1 << kBits, "a span has as many bins");
   while (true) {
@@ -343,6 +349,8 @@ __device__ __forceinline__ uint32_t find_key(Shared& shared, const Group& group,
     if (shift == 0) return high;
     const uint32_t width = (1u << shift) - 1;
     if (high - low > width) low = high - width;
+    uint32_t key;
+    if (few(low, high, amount, key)) return key;
   }
 }
 
@@ -364,21 +372,30 @@ __device__ __forceinline__ uint32_t list_logits(Shared& shared, const Cluster& c
     }
   });
   __syncthreads();
-  uint32_t own = shared.listed;
-  if (threadIdx.x < cluster.blocks)
-    cluster.at(shared.counts, static_cast<int>(threadIdx.x))[cluster.rank] = own;
+  const uint32_t own = shared.listed;
   cluster.sync();
-  uint32_t total = 0;
-  for (int block = 0; block < cluster.blocks; ++block) total += shared.counts[block];
+  const uint32_t its =
+      *cluster.at(&shared.listed, static_cast<int>(threadIdx.x % kWarpSize) % cluster.blocks);
+  uint32_t ends[kMaxCluster], total = 0;  // of the lists, one behind the other
+#pragma unroll
+  for (int i = 0; i < kMaxCluster; ++i) {
+    // Ours is the first: the others are reading it.
+    const uint32_t count = __shfl_sync(kAllLanes, its, (cluster.rank + i) % cluster.blocks);
+    total += i < cluster.blocks ? count : 0;
+    ends[i] = total;
+  }
   if (total > kClusterListed) return total;
-  // Those of the others behind our own, which they are reading.
-  for (int i = 1; i < cluster.blocks; ++i) {
-    const int block = (cluster.rank + i) % cluster.blocks;
-    const uint32_t* theirs = cluster.at(shared.list, block);
-    const uint32_t count = shared.counts[block];
-    for (uint32_t k = threadIdx.x; k < count; k += kClusterThreads)
-      shared.list[own + k] = theirs[k];
-    own += count;
+  for (uint32_t i = own + threadIdx.x; i < total; i += kClusterThreads) {
+    int block = 0;
+    uint32_t start = 0;
+#pragma unroll
+    for (int k = 0; k < kMaxCluster - 1; ++k) {
+      if (i >= ends[k]) {
+        block = k + 1;
+        start = ends[k];
+      }
+    }
+    shared.list[i] = cluster.at(shared.list, (cluster.rank + block) % cluster.blocks)[i - start];
   }
   __syncthreads();
   return total;
@@ -410,6 +427,69 @@ struct Filtering {
   uint32_t greatest, bound;
   bool complete;  // the list has all that may be drawn
   uint32_t listed;
+
+  // The key among those of the list that are in [low, high], where a warp has a lane for each.
+  template <typename Amount>
+  __device__ __forceinline__ bool key_of_few(uint32_t low, uint32_t high, unsigned long long wanted,
+                                             Amount amount, uint32_t& key) const {
+    if (threadIdx.x == 0) shared.few = 0;
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < listed; i += kClusterThreads) {
+      const uint32_t own = shared.list[i];
+      if (own < low || own > high) continue;
+      const uint32_t at = atomicAdd(&shared.few, 1u);
+      if (at < kWarpSize) shared.few_keys[at] = own;
+    }
+    __syncthreads();
+    const uint32_t count = shared.few;
+    if (count > kWarpSize) return false;
+    const uint32_t lane = threadIdx.x % kWarpSize;
+    const uint32_t own = lane < count ? shared.few_keys[lane] : 0;
+    const unsigned long long value = lane < count ? amount(own) : 0;
+    unsigned long long above = 0, upto = 0;  // of the greater ones, and of the equal ones, too
+    for (uint32_t i = 0; i < count; ++i) {
+      const uint32_t other = __shfl_sync(kAllLanes, own, static_cast<int>(i));
+      const unsigned long long its = __shfl_sync(kAllLanes, value, static_cast<int>(i));
+      above += other > own ? its : 0;
+      upto += other >= own ? its : 0;
+    }
+    const bool is = lane < count && wanted > above && wanted <= upto;
+    const uint32_t found = __ballot_sync(kAllLanes, is);
+    key = __shfl_sync(kAllLanes, own, found == 0 ? 0 : __ffs(static_cast<int>(found)) - 1);
+    return found != 0;
+  }
+
+  // The key at which the amounts of the list's keys from `low` on reach `wanted`.
+  template <typename Amount>
+  __device__ __forceinline__ uint32_t key_in_list(uint32_t low, unsigned long long wanted,
+                                                  Amount amount) const {
+    uint32_t key;
+    if (listed <= kWarpSize && key_of_few(low, greatest, wanted, amount, key)) return key;
+    // The span that the keys have: the shorter it is, the finer the first bins are.
+    if (threadIdx.x == 0) {
+      shared.least = greatest;
+      shared.most = low;
+    }
+    __syncthreads();
+    uint32_t least = greatest, most = low;
+    for (uint32_t i = threadIdx.x; i < listed; i += kClusterThreads) {
+      const uint32_t own = shared.list[i];
+      if (own < low) continue;
+      least = own < least ? own : least;
+      most = own > most ? own : most;
+    }
+    least = __reduce_min_sync(kAllLanes, least);
+    most = __reduce_max_sync(kAllLanes, most);
+    if (threadIdx.x % kWarpSize == 0) {
+      atomicMin(&shared.least, least);
+      atomicMax(&shared.most, most);
+    }
+    __syncthreads();
+    return find_key(shared, OneBlock{}, shared.least, shared.most, wanted, fill_of_list(amount),
+                    [&](uint32_t from, uint32_t to, unsigned long long rest, uint32_t& its) {
+                      return key_of_few(from, to, rest, amount, its);
+                    });
+  }
 
   // Fills bins with the amounts of a list's keys.
   template <typename Amount>
@@ -452,9 +532,10 @@ struct Filtering {
       });
     }
     if (may_list && listed <= kClusterListed) {
-      return find_key(shared, OneBlock{}, bound, greatest, found.amount, fill_of_list(amount));
+      return key_in_list(bound, found.amount, amount);
     }
-    return find_key(shared, cluster, bound, greatest, found.amount, fill_of_row(found.bin, amount));
+    return find_key(shared, cluster, bound, greatest, found.amount, fill_of_row(found.bin, amount),
+                    [](uint32_t, uint32_t, unsigned long long, uint32_t&) { return false; });
   }
 
   __device__ __forceinline__ void top_k(int64_t k, const Greatest& all) {
@@ -473,7 +554,7 @@ struct Filtering {
       complete = listed <= kClusterListed;
     }
     if (complete) {
-      bound = find_key(shared, OneBlock{}, lowest, greatest, wanted, fill_of_list(one));
+      bound = key_in_list(lowest, wanted, one);
       return;
     }
     clear_bins(shared);
@@ -500,8 +581,7 @@ struct Filtering {
         if (key >= bound) sum += weight(key);
       }
       sum = block_sum_of(shared, 1, sum);
-      bound = find_key(shared, OneBlock{}, bound, greatest, weights_needed(share, sum),
-                       fill_of_list(weight));
+      bound = key_in_list(bound, weights_needed(share, sum), weight);
       return;
     }
     // Logits so far off that all together cannot have what top_p leaves out need no bins: their weights only count
@@ -526,12 +606,11 @@ struct Filtering {
       add_four(shared, bins, weights);
     });
     sum = block_sum_of(shared, 1, sum);
-    if (threadIdx.x < cluster.blocks)
-      cluster.at(shared.sums, static_cast<int>(threadIdx.x))[cluster.rank] = sum;
+    if (threadIdx.x == 0) shared.sum = sum;
     const Found found = find_bin(shared, cluster, [&] {
-      unsigned long long all = 0;
-      for (int block = 0; block < cluster.blocks; ++block) all += shared.sums[block];
-      return weights_needed(share, all);
+      const int lane = threadIdx.x % kWarpSize;
+      return weights_needed(
+          share, warp_sum_of(lane < cluster.blocks ? *cluster.at(&shared.sum, lane) : 0));
     });
     bound = key_in(found, true, weight);
   }
@@ -563,7 +642,6 @@ __global__ void __launch_bounds__(kClusterThreads, 2)
     cluster_kernel(const GumbelSample p, const ClusterPolicy policy) {
   extern __shared__ __align__(128) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  cluster_meet_start();
   const Cluster cluster{policy.blocks, policy.blocks == 1 ? 0 : cluster_rank()};
   const int64_t row = blockIdx.x / policy.blocks;
   const int64_t begin = cluster.rank * policy.part, left = p.draws.vocab - begin;
@@ -621,7 +699,7 @@ __global__ void __launch_bounds__(kClusterThreads, 2)
   }
 
   Candidate* candidates = reinterpret_cast<Candidate*>(shared.low);
-  Drawing drawing{};
+  Drawing<MadeKeys> drawing{};
   drawing.key = key;
   drawing.inv_temperature = heat.inv_temperature;
   drawing.shift = static_cast<int>(p.draws.vocab_offset & 3);
@@ -661,17 +739,16 @@ __global__ void __launch_bounds__(kClusterThreads, 2)
     RowState state{};
     state.greatest = any ? key_of<SampleMath>(greatest.all) : 0;
     state.raised = 1;
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    const bool is_block = lane < cluster.blocks;
     if (has_weights && wants_sums) {
-      for (int block = 0; block < cluster.blocks; ++block) {
-        state.weights += *cluster.at(&shared.weights, block);
-        state.allowed += *cluster.at(&shared.allowed, block);
-      }
+      state.weights = warp_sum_of(is_block ? *cluster.at(&shared.weights, lane) : 0);
+      state.allowed = warp_sum_of(is_block ? *cluster.at(&shared.allowed, lane) : 0);
     }
-    for (int sample = threadIdx.x; sample < p.draws.num_samples; sample += kClusterThreads) {
-      Candidate best = no_candidate();
-      for (int block = 0; block < cluster.blocks; ++block)
-        keep_better(best, cluster.at(candidates, block)[sample]);
-      write_draw(p.draws, p.results, row, sample, best, state);
+    for (int sample = warp; sample < p.draws.num_samples; sample += kWarps) {
+      const Candidate best =
+          warp_best(is_block ? cluster.at(candidates, lane)[sample] : no_candidate());
+      if (lane == 0) write_draw(p.draws, p.results, row, sample, best, state);
     }
     // NOTE: an offset of all rows may be read by other clusters still.
     if (threadIdx.x == 0 && (p.draws.offset_per_row || p.draws.batch == 1)) ++p.draws.offsets[row];

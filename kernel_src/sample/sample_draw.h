@@ -76,27 +76,59 @@ __device__ __forceinline__ const T* row_of(const GumbelSample& p, int64_t row) {
 }
 
 // body(column, logits) for the vectors of the columns [begin, end) of a row, shared out over the block. All
-// threads call the body equally often.
+// threads call the body equally often. NOTE: NaN may be among the logits.
 template <typename T, typename Body>
 __device__ __forceinline__ void for_each_vector(const GumbelSample& p, int64_t row, int64_t begin,
                                                 int64_t end, Body body) {
+  using Whole = Vector<T, LogitLoading<T>::kWidth>;
+  constexpr int kCount = LogitLoading<T>::kCount;
   const T* data = row_of<T>(p, row);
   const int dim = static_cast<int>(end);
   const int64_t turn = int64_t{blockDim.x} * kSampleVector;
+  const bool plain =
+      p.bias == nullptr && p.bitmask == nullptr && Whole::shift_of(data + begin) == 0;
   for (int64_t first = begin; first < end; first += turn * kSampleVectors) {
-    LogitLoading<T> loading[kSampleVectors];
+    float logits[kSampleVectors][kSampleVector];
+    if (plain && first + turn * kSampleVectors <= end) {
+      Whole loaded[kSampleVectors][kCount];
 #pragma unroll
-    for (int j = 0; j < kSampleVectors; ++j) {
-      const int64_t column = first + j * turn + int64_t{threadIdx.x} * kSampleVector;
-      loading[j].start(data, static_cast<int>(column < end ? column : end), dim);
+      for (int j = 0; j < kSampleVectors; ++j) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          loaded[j][i] =
+              Whole::load(data + first + j * turn + int64_t{threadIdx.x} * kSampleVector +
+                          i * LogitLoading<T>::kWidth);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kSampleVectors; ++j) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          float values[LogitLoading<T>::kWidth];
+          loaded[j][i].to_floats(values);
+#pragma unroll
+          for (int k = 0; k < LogitLoading<T>::kWidth; ++k)
+            logits[j][i * LogitLoading<T>::kWidth + k] = values[k];
+        }
+      }
+    } else {
+      LogitLoading<T> loading[kSampleVectors];
+#pragma unroll
+      for (int j = 0; j < kSampleVectors; ++j) {
+        const int64_t column = first + j * turn + int64_t{threadIdx.x} * kSampleVector;
+        loading[j].start(data, static_cast<int>(column < end ? column : end), dim);
+      }
+#pragma unroll
+      for (int j = 0; j < kSampleVectors; ++j) {
+        const int64_t column = first + j * turn + int64_t{threadIdx.x} * kSampleVector;
+        loading[j].finish(p, row, data, static_cast<int>(column < end ? column : end), dim,
+                          logits[j]);
+      }
     }
 #pragma unroll
     for (int j = 0; j < kSampleVectors; ++j) {
       const int64_t column = first + j * turn + int64_t{threadIdx.x} * kSampleVector;
-      const int inside = static_cast<int>(column < end ? column : end);
-      float logits[kSampleVector];
-      loading[j].finish(p, row, data, inside, dim, logits);
-      body(inside, logits);
+      body(static_cast<int>(column < end ? column : end), logits[j]);
     }
   }
 }
@@ -110,10 +142,58 @@ __device__ __forceinline__ float floor_of_key(uint32_t key) {
   return key == 0 ? minus_infinity() : value_of_key<SampleMath>(key);
 }
 
+// The keys of Philox's rounds. Kept by a draw of many words, for which adding them up each time is a third of the work.
+struct KeptKeys {
+  uint32_t keys[2][10];
+
+  __device__ __forceinline__ void set(const NoiseKey& key) {
+    uint32_t k0 = key.key[0], k1 = key.key[1];
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+      // NOTE: through other lanes, which have the same: what the compiler can make again, it does not keep.
+      keys[0][round] = shuffle_from_first(k0);
+      keys[1][round] = shuffle_from_first(k1);
+      k0 += 0x9e3779b9u;
+      k1 += 0xbb67ae85u;
+    }
+  }
+  static __device__ __forceinline__ uint32_t shuffle_from_first(uint32_t value) {
+    return __float_as_uint(shuffle_from(__uint_as_float(value), 0, kWarpSize));
+  }
+  // As noise_words.
+  __device__ __forceinline__ PhiloxWords words(const NoiseKey& key, int64_t block,
+                                               int sample) const {
+    uint32_t c0 = static_cast<uint32_t>(block), c1 = key.stream + static_cast<uint32_t>(sample);
+    uint32_t c2 = key.offset[0], c3 = key.offset[1];
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+      const uint64_t p0 = uint64_t{0xd2511f53u} * c0, p1 = uint64_t{0xcd9e8d57u} * c2;
+      const uint32_t n0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ keys[0][round];
+      const uint32_t n2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ keys[1][round];
+      c1 = static_cast<uint32_t>(p1);
+      c3 = static_cast<uint32_t>(p0);
+      c0 = n0;
+      c2 = n2;
+    }
+    return {{c0, c1, c2, c3}};
+  }
+};
+
+// The keys of rounds made each time.
+struct MadeKeys {
+  __device__ __forceinline__ void set(const NoiseKey&) {}
+  __device__ __forceinline__ PhiloxWords words(const NoiseKey& key, int64_t block,
+                                               int sample) const {
+    return noise_words(key, block, sample);
+  }
+};
+
 // One thread's draw of one sample of a row. All threads of a warp call all of it together. The floor, which a score
 // must reach, is the best score that the block is known to have: `block_floor`, in shared memory, has its key.
+template <typename Keys>
 struct Drawing {
   NoiseKey key;
+  Keys keys;
   float inv_temperature;
   int sample, shift;
   uint32_t* block_floor;
@@ -169,7 +249,7 @@ struct Drawing {
   __device__ __forceinline__ void offer_all(const float (&logits)[kCount], int64_t index,
                                             int column) {
     uint32_t words[kCount];
-    words_of(key, index >> 2, shift, sample, words);
+    make_words(index >> 2, words);
     if (floor == minus_infinity()) {
       // The first: approximate scores spare the exact ones of nearly all.
       float score = minus_infinity();
@@ -209,6 +289,23 @@ struct Drawing {
   }
 
  private:
+  // Those from word `shift` of block `block` on.
+  template <int kCount>
+  __device__ __forceinline__ void make_words(int64_t block, uint32_t (&words)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const PhiloxWords four = keys.words(key, block + i / 4, sample);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) words[i + k] = four.words[k];
+    }
+    if (shift == 0) return;
+    const PhiloxWords last = keys.words(key, block + kCount / 4, sample);
+    const auto word = [&](int i) { return i < kCount ? words[i] : last.words[i - kCount]; };
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      words[i] = shift == 1 ? word(i + 1) : shift == 2 ? word(i + 2) : word(i + 3);
+  }
+
   // NOTE: of a number and what is none, the number.
   static __device__ __forceinline__ float greater(float a, float b) { return fmaxf(a, b); }
   static __device__ __forceinline__ uint32_t greater(uint32_t a, uint32_t b) {
