@@ -460,9 +460,12 @@ struct Space {
 
 bool needs_states(const GumbelSample& p) { return p.filters.any() || p.results.needs_sums(); }
 
-// Of the form in which a cluster has a row, which pays for what needs states.
+// Of the form in which a cluster has a row, which pays for what needs states. NOTE: not for top_p of all of a row's
+// logits, whose weights collide in the shared memory of a few blocks; after top_k there are few.
 ClusterPolicy cluster_policy_of(const GumbelSample& p, const DeviceInfo& info) {
-  return needs_states(p) ? cluster_policy(info, p.draws.batch, p.draws.vocab) : ClusterPolicy{0, 0};
+  const bool weighs_all = p.filters.has_top_p && !p.filters.has_top_k;
+  return needs_states(p) && !weighs_all ? cluster_policy(info, p.draws.batch, p.draws.vocab)
+                                        : ClusterPolicy{0, 0};
 }
 
 Space space_of(const GumbelSample& p, const SamplePolicy& policy) {
