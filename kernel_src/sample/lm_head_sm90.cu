@@ -2,7 +2,7 @@
 // of float8 beside hidden of these.
 //
 // The vocabulary is the rows of the matrix product, the batch its columns, and what is accumulated over the
-// depth never leaves the registers. A block has two warpgroups that multiply, of 64 rows each, and a warp that
+// depth never leaves the registers. A block has two or three warpgroups that multiply, of 64 rows each, and a warp that
 // keeps the copy engine busy: tiles of weight and hidden go through a ring of stages in shared memory. The blocks
 // of a cluster have rows of their own and share the tiles of hidden, of which each copies its part to all.
 //
@@ -14,9 +14,9 @@
 // of the row so far, which all blocks share. The others are queued, and scored exactly and without branches that diverge.
 //
 // Weights of float8 stay as they are in shared memory. A warp loads its rows, turns them into hidden's type, which is
-// exact, and multiplies them from registers, while the products before them run. Of 16 columns a lane loads four
-// that are neighbours, where the product wants two times two: a kernel before this one puts hidden's columns in that
-// order, and into tiles.
+// exact, and multiplies them from registers, half a stage at a time: its products run while the other half is
+// widened. Of 16 columns a lane loads four that are neighbours, where the product wants two times two: a kernel before
+// this one puts hidden's columns in that order, and into tiles.
 //
 // A logit is accumulated in the order of the depth, whatever the batch and the tile. The greatest score, of
 // equals that of the lowest index, has no order. So a draw depends on neither.
@@ -37,21 +37,38 @@ namespace {
 
 // ---- the layout of a block ----
 
-constexpr int kGroupRows = 64;             // of a warpgroup's matrix product
-constexpr int kTileRows = 2 * kGroupRows;  // of a block
-constexpr int kUnitRows = 16;              // by which tiles differ, four blocks of noise
-constexpr int kTileUnits = kTileRows / kUnitRows;
+constexpr int kGroupRows = 64;    // of a warpgroup's matrix product
+constexpr int kUnitRows = 16;     // by which tiles differ, four blocks of noise
 constexpr int kHiddenDepth = 64;  // elements of a tile of hidden: rows of 128 bytes
 constexpr int kRowBytes = 128;
 constexpr int kNarrowDepth = 128;  // float8: the depth is filled up to a multiple
-constexpr int kMultiplyingWarps = 8;
 constexpr int kNoiseWarps = 3;
 constexpr int kNoiseThreads = 32 * kNoiseWarps;
-constexpr int kThreads = (kMultiplyingWarps + 1 + kNoiseWarps) * 32;
-// What the others give back is all there is to take: more is waited for without end.
-constexpr int kMultiplyingRegisters = 216, kOtherRegisters = 72;
-static_assert(2 * kMultiplyingRegisters + kOtherRegisters == 3 * 168, "of 65536 for 384 threads");
 constexpr int kMostStages = 12;
+
+// The warpgroups that multiply. They also widen float8, which two do not do as fast as memory brings them: on an H200,
+// with 151936 rows of 4096, a third takes 211 us to 200 for 64 columns of bfloat16. More columns need the registers.
+constexpr int groups_of(int columns, bool narrow) { return narrow && columns <= 64 ? 3 : 2; }
+constexpr int multiplying_warps(int columns, bool narrow) { return 4 * groups_of(columns, narrow); }
+constexpr int tile_rows(int columns, bool narrow) {
+  return groups_of(columns, narrow) * kGroupRows;
+}
+constexpr int threads_of(int columns, bool narrow) {
+  return (multiplying_warps(columns, narrow) + 1 + kNoiseWarps) * 32;
+}
+
+struct Registers {
+  int multiplying, others;
+};
+
+// What the others give back is all there is to take: more is waited for without end.
+constexpr Registers registers_of(int groups) {
+  return groups == 3 ? Registers{144, 80} : Registers{216, 72};
+}
+static_assert(2 * registers_of(2).multiplying + registers_of(2).others == 3 * 168,
+              "of 65536 for 384 threads");
+static_assert(3 * registers_of(3).multiplying + registers_of(3).others == 4 * 128,
+              "of 65536 for 512 threads");
 constexpr int kQueue = 140;  // entries of a warp; one turn adds up to 128
 constexpr int kMostShared = 227 * 1024;
 
@@ -80,7 +97,7 @@ constexpr int weight_row_bytes(int columns, bool narrow) {
   return depth_of(columns, narrow) * (narrow ? 1 : 2);
 }
 constexpr int weight_bytes(int columns, bool narrow) {
-  return kTileRows * weight_row_bytes(columns, narrow);
+  return tile_rows(columns, narrow) * weight_row_bytes(columns, narrow);
 }
 constexpr int hidden_rows(int columns, bool narrow) {
   return columns * (depth_of(columns, narrow) / kHiddenDepth);
@@ -88,27 +105,27 @@ constexpr int hidden_rows(int columns, bool narrow) {
 constexpr int stage_bytes(int columns, bool narrow) {
   return weight_bytes(columns, narrow) + hidden_rows(columns, narrow) * kRowBytes;
 }
-constexpr int noise_bytes(int columns) { return kTileRows / 4 * columns * 2; }
-constexpr int kQueueBytes = kMultiplyingWarps * kQueue * 8;
+constexpr int noise_bytes(int columns, bool narrow) {
+  return tile_rows(columns, narrow) / 4 * columns * 2;
+}
+constexpr int queue_bytes(int columns, bool narrow) {
+  return multiplying_warps(columns, narrow) * kQueue * 8;
+}
 constexpr int kBarrierBytes = (2 * kMostStages + 2) * 8;
 
-constexpr int fixed_bytes(int columns) {
-  return columns_bytes(columns, most_samples(columns)) + noise_bytes(columns) + kQueueBytes +
-         kBarrierBytes;
+constexpr int fixed_bytes(int columns, bool narrow) {
+  return columns_bytes(columns, most_samples(columns)) + noise_bytes(columns, narrow) +
+         queue_bytes(columns, narrow) + kBarrierBytes;
 }
 
 constexpr int stages_of(int columns, bool narrow) {
-  const int stages = (kMostShared - fixed_bytes(columns)) / stage_bytes(columns, narrow);
+  const int stages = (kMostShared - fixed_bytes(columns, narrow)) / stage_bytes(columns, narrow);
   return stages < kMostStages ? stages : kMostStages;
 }
 
 constexpr int shared_bytes_of(int columns, bool narrow) {
-  return stages_of(columns, narrow) * stage_bytes(columns, narrow) + fixed_bytes(columns);
+  return stages_of(columns, narrow) * stage_bytes(columns, narrow) + fixed_bytes(columns, narrow);
 }
-
-static_assert(stages_of(256, false) == 4 && stages_of(128, false) == 6 &&
-                  stages_of(256, true) == 4 && stages_of(128, true) == 4,
-              "three stages are too few to hide latency");
 
 struct HeadDraw {
   int vocab, batch;
@@ -473,7 +490,7 @@ __device__ __forceinline__ void share_least(const HeadDraw& p, const Columns& co
 
 // After the first tile the threads that multiply wait, but not for long, for those of all other blocks: what those
 // have found leaves hardly any logit to be scored.
-template <int kColumns>
+template <int kColumns, int kMultiplyingWarps>
 __device__ __forceinline__ void exchange_least(const HeadDraw& p, const Columns& columns,
                                                int sample, int thread) {
   constexpr int kThreadsHere = 32 * kMultiplyingWarps, kPatience = 40;
@@ -527,13 +544,16 @@ __device__ __forceinline__ Tile tile_of(const HeadDraw& p, int number) {
 // ---- the kernel ----
 
 template <typename T, int kColumns, int kCluster, bool kNarrow>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
     lm_head_kernel(const __grid_constant__ CUtensorMap weight_more,  // the rows of greater tiles
                    const __grid_constant__ CUtensorMap weight_less,  // 16 fewer
                    const __grid_constant__ CUtensorMap hidden_tile,  // a block's part of a stage
                    const __grid_constant__ HeadDraw p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kStages = stages_of(kColumns, kNarrow);
+  constexpr int kMultiplyingWarps = multiplying_warps(kColumns, kNarrow);
+  constexpr int kThreads = threads_of(kColumns, kNarrow);
+  constexpr Registers kRegisters = registers_of(groups_of(kColumns, kNarrow));
   constexpr int kStageBytes = stage_bytes(kColumns, kNarrow);
   constexpr int kWeightBytes = weight_bytes(kColumns, kNarrow);
   constexpr int kWeightRowBytes = weight_row_bytes(kColumns, kNarrow);
@@ -550,9 +570,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   columns.greedy = columns.offset + kColumns;
   uint16_t* codes =
       reinterpret_cast<uint16_t*>(columns.greedy + kColumns);  // [blocks of 4 rows, columns]
-  uint32_t* queues = reinterpret_cast<uint32_t*>(codes) + noise_bytes(kColumns) / 4;
-  const uint32_t full = shared_address(queues + kQueueBytes / 4);  // [stages] by copies
-  const uint32_t empty = full + kMostStages * 8;                   // [stages] by all that read it
+  uint32_t* queues = reinterpret_cast<uint32_t*>(codes) + noise_bytes(kColumns, kNarrow) / 4;
+  const uint32_t full =
+      shared_address(queues + queue_bytes(kColumns, kNarrow) / 4);  // [stages] by copies
+  const uint32_t empty = full + kMostStages * 8;                    // [stages] by all that read it
   const uint32_t noise_full = empty + kMostStages * 8, noise_empty = noise_full + 8;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -596,7 +617,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   uint32_t phase = 0;
 
   if (warp >= kMultiplyingWarps) {
-    registers_give_back<kOtherRegisters>();
+    registers_give_back<kRegisters.others>();
     if (warp == kMultiplyingWarps && lane == 0) {
       constexpr int kHiddenRows = hidden_rows(kColumns, kNarrow);
       const auto copy_weight = [&](const Tile& tile, int step, int stage) {
@@ -657,7 +678,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   } else {
-    registers_take<kMultiplyingRegisters>();
+    registers_take<kRegisters.multiplying>();
     uint32_t* own_queue = queues + warp * kQueue * 2;
     const Queue queue{reinterpret_cast<float*>(own_queue), own_queue + kQueue};
     const int group = warp / 4;
@@ -791,7 +812,8 @@ __global__ void __launch_bounds__(kThreads, 1)
             if (warp < tile.units) {
               raise_least<kColumns, kCapped>(p, columns, own_codes, logits, sample, lane);
             }
-            if (kColumns >= 64) exchange_least<kColumns>(p, columns, sample, threadIdx.x);
+            if (kColumns >= 64)
+              exchange_least<kColumns, kMultiplyingWarps>(p, columns, sample, threadIdx.x);
           }
           if (warp < tile.units) {
             draw<kColumns, kCapped>(p, columns, queue, own_codes, logits, row, sample, lane);
@@ -1005,6 +1027,7 @@ const char* launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles, int bloc
   constexpr int kHiddenRows = hidden_rows(kColumns, kNarrow);
   constexpr int kShared = shared_bytes_of(kColumns, kNarrow);
   static_assert(kShared <= kMostShared, "the stages leave room for the rest");
+  static_assert(stages_of(kColumns, kNarrow) >= 4, "three stages are too few to hide latency");
   const CUtensorMapDataType type = head.dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                                  : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const int64_t hidden_stride = stride_of(head.hidden_stride, head.batch, head.dim);
@@ -1036,7 +1059,7 @@ const char* launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles, int bloc
   const int cleared = draws ? p.num_samples * (kColumns + 1) : 0;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(threads_of(kColumns, kNarrow));
   config.dynamicSmemBytes = kShared;
   config.stream = stream;
   config.attrs = attributes;
@@ -1111,7 +1134,9 @@ const char* for_each_launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles,
     // NOTE: float8: as many zeros are added for any batch.
     p.steps = static_cast<int>(narrow ? ceil_div(head.dim, kNarrowDepth) * (kNarrowDepth / depth)
                                       : ceil_div(head.dim, depth));
-    p.tiles = static_cast<int>(ceil_div(p.units, int64_t{blocks} * kTileUnits)) * blocks;
+    p.tiles = static_cast<int>(
+                  ceil_div(p.units, int64_t{blocks} * (tile_rows(columns, narrow) / kUnitRows))) *
+              blocks;
     const char* error = narrow ? launch_type<true>(columns, head, p, hidden_tiles, blocks, stream)
                                : launch_type<false>(columns, head, p, hidden_tiles, blocks, stream);
     if (error == nullptr) error = after(p, columns, blocks);
