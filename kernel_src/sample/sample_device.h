@@ -100,15 +100,6 @@ __device__ __forceinline__ float warp_greatest(float value) {
   return value;
 }
 
-// Whether a condition holds in any lane.
-__device__ __forceinline__ bool warp_any(bool condition) {
-#if defined(USE_ROCM)
-  return warp_greatest(condition ? 1.0f : 0.0f) > 0.0f;
-#else
-  return __any_sync(0xffffffffu, condition) != 0;
-#endif
-}
-
 // Words `shift` (0 to 3) to `shift + kCount - 1` of the blocks from `block` on.
 template <int kCount>
 __device__ __forceinline__ void words_of(const NoiseKey& key, int64_t block, int shift, int sample,
