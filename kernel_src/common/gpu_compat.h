@@ -381,26 +381,33 @@ inline gpuError gpu_launched(gpuError error) {
 // Of a kernel's own shared arrays, which count too towards the 48 KB that every block may have.
 constexpr int kMostArrayBytes = 8 * 1024;
 
-// Launches kernel(args...) with blocks in clusters of `cluster` along x, and reports the launch's error.
+// Launches kernel(args...) with blocks in clusters of `cluster` along x, and reports the launch's error. With `after`, a
+// kernel that calls wait_for_kernel_before, so that its start overlaps the end of the kernel launched before it on
+// the stream. (Without effect, and harmless, before compute capability 9.0.)
 template <typename... Params, typename... Args>
-inline gpuError gpu_launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes,
-                           int cluster, gpuStream stream, Args&&... args) {
+inline gpuError gpu_launch_as(bool after, void (*kernel)(Params...), dim3 grid, dim3 block,
+                              int shared_bytes, int cluster, gpuStream stream, Args&&... args) {
   if (shared_bytes + kMostArrayBytes > 48 * 1024) {
     const gpuError error = gpu_allow_shared_bytes(kernel, shared_bytes);
     if (error != gpuSuccess) return gpu_launched(error);
   }
 #if !defined(USE_ROCM)
-  if (cluster > 1) {
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  if (after || cluster > 1) {
+    cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = block;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+    config.attrs = attributes;
+    if (cluster > 1) {
+      attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+      attributes[config.numAttrs++].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    }
+    if (after) {
+      attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
     return gpu_launched(cudaLaunchKernelEx(&config, kernel, Params(args)...));
   }
 #endif
@@ -408,25 +415,16 @@ inline gpuError gpu_launch(void (*kernel)(Params...), dim3 grid, dim3 block, int
   return gpuGetLastError();
 }
 
-// Launches a kernel that calls wait_for_kernel_before, so that its start overlaps the end of the kernel
-// launched before it on the stream. (Without effect, and harmless, before compute capability 9.0.)
+template <typename... Params, typename... Args>
+inline gpuError gpu_launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes,
+                           int cluster, gpuStream stream, Args&&... args) {
+  return gpu_launch_as(false, kernel, grid, block, shared_bytes, cluster, stream, args...);
+}
+
 template <typename... Params, typename... Args>
 inline gpuError gpu_launch_after(void (*kernel)(Params...), dim3 grid, dim3 block, gpuStream stream,
                                  Args&&... args) {
-#if defined(USE_ROCM)
-  return gpu_launch(kernel, grid, block, 0, 1, stream, args...);
-#else
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return gpu_launched(cudaLaunchKernelEx(&config, kernel, Params(args)...));
-#endif
+  return gpu_launch_as(true, kernel, grid, block, 0, 1, stream, args...);
 }
 
 #endif  // a GPU compiler

@@ -156,11 +156,12 @@ FUSELAGE_SAMPLE SplitExp split_exp(float v) {
 
 // Weights are counted in units of 2^-40 of the greatest: integers, whose sum has no order.
 constexpr int kWeightBits = 40;
+constexpr float kNoWeight = -28.5f;  // distances up to this one have none
 
 // e^distance in those units, for distance <= 0. Zero for what is no number.
 template <class Math>
 FUSELAGE_SAMPLE uint64_t weight_of(float distance) {
-  if (!(distance > -28.5f)) return 0;
+  if (!(distance > kNoWeight)) return 0;
   const SplitExp e = split_exp<Math>(distance);
   const uint64_t mantissa = static_cast<uint64_t>(static_cast<uint32_t>(e.factor * 16777216.0f))
                             << (kWeightBits - 24);

@@ -875,17 +875,25 @@ int64_t lm_head_logits_workspace(const LmHead& p, int device) {
   return 0;
 }
 
-const char* lm_head_logits(const LmHead& p, float* logits, int64_t stride, void* workspace,
-                           int device, void* stream) {
+bool lm_head_has_strips(const LmHead& p, int device) {
+#if !defined(USE_ROCM)
+  return lm_head_sm90_serves(p, device);
+#else
+  return false;
+#endif
+}
+
+const char* lm_head_logits(const LmHead& p, const HeadLogits& out, void* workspace, int device,
+                           void* stream) {
 #if !defined(USE_ROCM)
   if (lm_head_sm90_serves(p, device)) {
-    return lm_head_logits_sm90(p, logits, stride, workspace, device, stream);
+    return lm_head_logits_sm90(p, out, workspace, device, stream);
   }
 #endif
-  HeadOutput out{};
-  out.stride = stride;
-  out.logits = logits;
-  return launch_head(p, out, static_cast<gpuStream>(stream));
+  HeadOutput output{};
+  output.stride = out.stride;
+  output.logits = out.logits;
+  return launch_head(p, output, static_cast<gpuStream>(stream));
 }
 
 int64_t lm_head_sample_workspace(const LmHeadSample& p, int device) {
@@ -918,7 +926,7 @@ const char* lm_head_sample(const LmHeadSample& p, int device, void* stream) {
     const char* error = launch_head(p.head, out, static_cast<gpuStream>(stream));
     if (error != nullptr) return error;
   }
-  return message_of(draw_finish(p.draws, p.results, nullptr, out.candidates, out.tiles,
+  return message_of(draw_finish(p.draws, p.results, nullptr, out.candidates, out.tiles, nullptr,
                                 static_cast<gpuStream>(stream)));
 }
 

@@ -142,8 +142,7 @@ struct HeadDraw {
   const void* bias;
   DType bias_dtype;
   float softcap;
-  float* logits;  // [batch, vocab], only by lm_head_logits
-  int64_t logits_stride;
+  HeadLogits out;                  // instead of a draw, unless null
   unsigned long long* candidates;  // [blocks, num_samples, columns]
   uint32_t* shared_least;  // [num_samples, columns]: keys of scores below which none can win;
                            // [num_samples]: blocks that have shared those of their first tiles
@@ -529,6 +528,40 @@ __device__ __forceinline__ void free_stage(uint32_t empty, int lane) {
   }
 }
 
+// Writes a warp's logits and the greatest of its strip: rows `upper` and 8 more of the vocabulary.
+template <int kCount>
+__device__ __forceinline__ void write_logits(const HeadDraw& p, const float (&logits)[kCount],
+                                             int upper, bool has_upper, bool has_lower, int lane) {
+  static_assert(kUnitRows == kStrip, "a warp has a strip");
+#pragma unroll 1
+  for (int turn = 0; turn < kCount / 4; ++turn) {
+    float taken[4];
+    take_turn(logits, turn, taken);
+    if (p.softcap != 0.0f) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) taken[i] = soft_capped<SampleMath>(taken[i], p.softcap);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int column = 8 * turn + 2 * (lane & 3) + i;
+      const int64_t batch = int64_t{p.batch_start} + column;
+      const bool present = column < p.batch;
+      float* to = p.out.logits + batch * p.out.stride + upper;
+      if (present && has_upper) to[0] = taken[i];
+      if (present && has_lower) to[8] = taken[i + 2];
+      // NOTE: of a number and what is none, fmaxf takes the number.
+      float greatest =
+          fmaxf(has_upper ? taken[i] : -INFINITY, has_lower ? taken[i + 2] : -INFINITY);
+      greatest = fmaxf(greatest, -INFINITY);
+#pragma unroll
+      for (int mask = 4; mask < 32; mask *= 2)
+        greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, mask));
+      if (p.out.strips != nullptr && present && lane < 4)
+        p.out.strips[batch * p.out.strips_stride + upper / kStrip] = greatest;
+    }
+  }
+}
+
 struct Tile {
   int row;    // its first
   int units;  // of rows
@@ -592,7 +625,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
     barriers_created();
     if (stages % 1024 != 0) __trap();  // the swizzle goes by address
   }
-  if (p.logits == nullptr) {
+  if (p.out.logits == nullptr) {
     for (int column = threadIdx.x; column < kColumns; column += kThreads) {
       const bool present = column < p.batch;
       const int64_t row = p.batch_start + (present ? column : 0);
@@ -661,7 +694,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
         }
       }
     }
-    if (warp > kMultiplyingWarps && p.logits == nullptr) {
+    if (warp > kMultiplyingWarps && p.out.logits == nullptr) {
       const int thread = threadIdx.x - 32 * (kMultiplyingWarps + 1);
       wait_for_kernel_before();  // that has set shared_least
       for (int number = blockIdx.x; number < p.tiles; number += gridDim.x) {
@@ -779,21 +812,8 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) logits[i] += i & 2 ? lower_bias : upper_bias;
       }
-      if (p.logits != nullptr) {
-#pragma unroll 1
-        for (int turn = 0; turn < kColumns / 8 && warp < tile.units; ++turn) {
-          float taken[4];
-          take_turn(logits, turn, taken);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int column = 8 * turn + 2 * (lane & 3) + (i & 1);
-            if (column < p.batch && (i & 2 ? has_lower : has_upper)) {
-              p.logits[(int64_t{p.batch_start} + column) * p.logits_stride +
-                       (i & 2 ? lower : upper)] =
-                  p.softcap != 0.0f ? soft_capped<SampleMath>(taken[i], p.softcap) : taken[i];
-            }
-          }
-        }
+      if (p.out.logits != nullptr) {
+        if (warp < tile.units) write_logits(p, logits, upper, has_upper, has_lower, lane);
         continue;
       }
       if (warp < tile.units && (row < 0 || row + kUnitRows > p.vocab)) {
@@ -830,7 +850,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
     }
   }
   __syncthreads();
-  if (p.logits == nullptr) {
+  if (p.out.logits == nullptr) {
     for (int i = threadIdx.x; i < p.num_samples * kColumns; i += kThreads) {
       p.candidates[int64_t{blockIdx.x} * p.num_samples * kColumns + i] = columns.best[i];
     }
@@ -1055,7 +1075,7 @@ const char* launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles, int bloc
   attributes[0].val.clusterDim = {kCluster, 1, 1};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  const bool draws = p.logits == nullptr;
+  const bool draws = p.out.logits == nullptr;
   const int cleared = draws ? p.num_samples * (kColumns + 1) : 0;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
@@ -1223,11 +1243,10 @@ int64_t lm_head_logits_sm90_workspace(const LmHead& p) {
   return hidden_tiles_bytes(p, greatest_columns(p, 0));
 }
 
-const char* lm_head_logits_sm90(const LmHead& p, float* logits, int64_t stride, void* workspace,
-                                int device, void* stream) {
+const char* lm_head_logits_sm90(const LmHead& p, const HeadLogits& out, void* workspace, int device,
+                                void* stream) {
   HeadDraw draw{};
-  draw.logits = logits;
-  draw.logits_stride = stride;
+  draw.out = out;
   return for_each_launch(p, draw, static_cast<uint4*>(workspace), device,
                          static_cast<gpuStream>(stream),
                          [](const HeadDraw&, int, int) -> const char* { return nullptr; });

@@ -14,8 +14,8 @@ bool lm_head_sm90_serves(const LmHead& p, int device);
 int64_t lm_head_sample_sm90_workspace(const LmHeadSample& p, int device);
 const char* lm_head_sample_sm90(const LmHeadSample& p, int device, void* stream);
 int64_t lm_head_logits_sm90_workspace(const LmHead& p);
-const char* lm_head_logits_sm90(const LmHead& p, float* logits, int64_t stride, void* workspace,
-                                int device, void* stream);
+const char* lm_head_logits_sm90(const LmHead& p, const HeadLogits& out, void* workspace, int device,
+                                void* stream);
 
 }  // namespace gpu
 }  // namespace fuselage

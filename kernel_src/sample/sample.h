@@ -29,6 +29,9 @@ namespace fuselage {
 
 constexpr int kMostSamples = 256;
 
+// Neighbouring logits, the first of which is a multiple.
+constexpr int kStrip = 16;
+
 // A number for each row, `stride` apart, or `value` for all where `values` is null.
 struct RowFloats {
   const float* values;
@@ -86,6 +89,11 @@ struct GumbelSample {
   const int32_t*
       bitmask;  // [batch or 1, ceil(vocab / 32)], bit i % 32 of word i / 32: may i be drawn; or null
   int64_t bitmask_stride;
+  // The greatest logit of each strip, -inf where all are NaN, [batch, ceil(vocab / kStrip)], rows in multiples of 16
+  // bytes; or null. Only of float32 logits without bias and bitmask.
+  const float* strips;
+  int64_t strips_stride;
+  const uint32_t* done;  // [batch]: rows that have been drawn from are not 0; or null
   DrawResults results;
   void* workspace;
 };
@@ -121,10 +129,18 @@ namespace gpu {
 int64_t gumbel_sample_workspace(const GumbelSample& p, int device);
 const char* gumbel_sample(const GumbelSample& p, int device, void* stream);
 
-// The logits themselves, [batch, vocab]. Most need no workspace: 0 bytes.
+// The logits themselves, [batch, vocab], and the greatest of their strips, as for GumbelSample, unless that is null.
+// Most need no workspace: 0 bytes.
+struct HeadLogits {
+  float* logits;
+  int64_t stride;
+  float* strips;
+  int64_t strips_stride;
+};
+bool lm_head_has_strips(const LmHead& p, int device);
 int64_t lm_head_logits_workspace(const LmHead& p, int device);
-const char* lm_head_logits(const LmHead& p, float* logits, int64_t stride, void* workspace,
-                           int device, void* stream);
+const char* lm_head_logits(const LmHead& p, const HeadLogits& out, void* workspace, int device,
+                           void* stream);
 
 int64_t lm_head_sample_workspace(const LmHeadSample& p, int device);
 const char* lm_head_sample(const LmHeadSample& p, int device, void* stream);

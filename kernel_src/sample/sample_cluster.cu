@@ -16,12 +16,12 @@
 
 #include "common/launch_policy.h"
 #include "sample/sample_draw.h"
+#include "sample/sample_filter.h"
 
 namespace fuselage {
 namespace {
 
 constexpr int kWarps = kClusterThreads / kWarpSize;
-constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // The greatest logit of a block, and the least of the greatest of its warps and of its threads.
 struct Greatest {
@@ -182,27 +182,6 @@ __device__ __forceinline__ Greatest share_greatest(Shared& shared, const Cluster
   }
   cluster.sync();
   return warp_join(*cluster.at(&shared.greatest, lane % cluster.blocks));
-}
-
-// ---- sums ----
-
-__device__ __forceinline__ unsigned long long warp_sum_of(unsigned long long value) {
-#pragma unroll
-  for (int mask = kWarpSize / 2; mask > 0; mask /= 2)
-    value += __shfl_xor_sync(kAllLanes, value, mask);
-  return value;
-}
-
-// Of the block, in every thread. Calls must take turns with the two `turn`s.
-__device__ __forceinline__ unsigned long long block_sum_of(Shared& shared, int turn,
-                                                           unsigned long long value) {
-  value = warp_sum_of(value);
-  if (threadIdx.x % kWarpSize == 0) shared.warp_sums[turn][threadIdx.x / kWarpSize] = value;
-  __syncthreads();
-  unsigned long long sum = 0;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) sum += shared.warp_sums[turn][warp];
-  return sum;
 }
 
 // ---- bins ----
@@ -403,20 +382,6 @@ __device__ __forceinline__ uint32_t list_logits(Shared& shared, const Cluster& c
 
 // ---- filters ----
 
-struct Scale {
-  float greatest, inv_temperature;
-
-  __device__ __forceinline__ float distance(float logit) const {
-    return distance_of(logit, greatest, inv_temperature);
-  }
-  __device__ __forceinline__ unsigned long long weight_of_key(uint32_t key) const {
-    return weight_of<SampleMath>(distance(value_of_key<SampleMath>(key)));
-  }
-  __device__ __forceinline__ int bin(float logit) const {
-    return distance_bin<SampleMath>(distance(logit));
-  }
-};
-
 // What the filters know of the row. Logits with keys from `bound` on may be drawn.
 struct Filtering {
   const GumbelSample& p;
@@ -580,7 +545,7 @@ struct Filtering {
         const uint32_t key = shared.list[i];
         if (key >= bound) sum += weight(key);
       }
-      sum = block_sum_of(shared, 1, sum);
+      sum = block_sum_of(shared.warp_sums[1], sum);
       bound = key_in_list(bound, weights_needed(share, sum), weight);
       return;
     }
@@ -598,14 +563,14 @@ struct Filtering {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const float distance = scale.distance(four[k]);
-        const bool is = four[k] >= lowest && distance > -28.5f;
+        const bool is = four[k] >= lowest && distance > kNoWeight;
         weights[k] = is ? weight_of<SampleMath>(distance) : 0;
         bins[k] = is && distance >= cutoff ? near_distance_bin<SampleMath>(distance) : -1;
         sum += weights[k];
       }
       add_four(shared, bins, weights);
     });
-    sum = block_sum_of(shared, 1, sum);
+    sum = block_sum_of(shared.warp_sums[1], sum);
     if (threadIdx.x == 0) shared.sum = sum;
     const Found found = find_bin(shared, cluster, [&] {
       const int lane = threadIdx.x % kWarpSize;
@@ -616,23 +581,8 @@ struct Filtering {
   }
 
   __device__ __forceinline__ void min_p(float share) {
-    if (!(share >= 1.17549435e-38f)) return;
-    // As key_at_distance, 32 keys at a time.
-    const float farthest = log_of_normal<SampleMath>(share);
-    uint32_t low = kKeyOfMinusInfinity, high = greatest;
-    while (low < high) {
-      const uint32_t step = (high - low) / kWarpSize + 1;
-      const uint32_t ahead = step * (threadIdx.x % kWarpSize);
-      const uint32_t key = ahead < high - low ? low + ahead : high;
-      const bool near = scale.distance(value_of_key<SampleMath>(key)) >= farthest;
-      const uint32_t nearby = __ballot_sync(kAllLanes, near);
-      const int first = nearby == 0 ? kWarpSize : __ffs(static_cast<int>(nearby)) - 1;
-      const uint32_t key_of_first = __shfl_sync(kAllLanes, key, first % kWarpSize);
-      const uint32_t key_before = __shfl_sync(kAllLanes, key, first == 0 ? 0 : first - 1);
-      if (first < kWarpSize) high = key_of_first;
-      if (first > 0) low = key_before + 1;
-    }
-    if (high > bound) bound = high;
+    const uint32_t key = warp_key_at_distance(scale, farthest_of_min_p(share));
+    if (key > bound) bound = key;
   }
 };
 
@@ -650,6 +600,7 @@ __global__ void __launch_bounds__(kClusterThreads, 2)
                                    : left < policy.part ? left
                                                         : policy.part)};
   wait_for_kernel_before();
+  if (is_done(p, row)) return;
   const Heat heat = heat_of(p.draws, row);
   const NoiseKey key = key_of_row(p.draws, row);
 
@@ -690,8 +641,8 @@ __global__ void __launch_bounds__(kClusterThreads, 2)
         allowed += four[k] >= lowest ? weight : 0;
       }
     });
-    weights = block_sum_of(shared, 0, weights);
-    allowed = block_sum_of(shared, 1, allowed);
+    weights = block_sum_of(shared.warp_sums[0], weights);
+    allowed = block_sum_of(shared.warp_sums[1], allowed);
     if (threadIdx.x == 0) {
       shared.weights = weights;
       shared.allowed = allowed;
@@ -751,7 +702,7 @@ __global__ void __launch_bounds__(kClusterThreads, 2)
       if (lane == 0) write_draw(p.draws, p.results, row, sample, best, state);
     }
     // NOTE: an offset of all rows may be read by other clusters still.
-    if (threadIdx.x == 0 && (p.draws.offset_per_row || p.draws.batch == 1)) ++p.draws.offsets[row];
+    if (threadIdx.x == 0 && has_own_offset(p.draws)) ++p.draws.offsets[row];
   }
   let_kernel_after_start();
   cluster.sync();
@@ -772,9 +723,9 @@ namespace gpu {
 gpuError cluster_sample(const GumbelSample& p, const ClusterPolicy& policy, gpuStream stream) {
   const dim3 grid(static_cast<unsigned>(p.draws.batch * policy.blocks));
   const int bytes = kClusterFixedBytes + static_cast<int>(policy.part * sizeof(float));
-  const gpuError error = gpu_launch(&cluster_kernel, grid, dim3(kClusterThreads), bytes,
-                                    policy.blocks, stream, p, policy);
-  if (error != gpuSuccess || p.draws.offset_per_row || p.draws.batch == 1) return error;
+  const gpuError error = gpu_launch_as(true, &cluster_kernel, grid, dim3(kClusterThreads), bytes,
+                                       policy.blocks, stream, p, policy);
+  if (error != gpuSuccess || has_own_offset(p.draws)) return error;
   return gpu_launch_after(&advance_kernel, dim3(1), dim3(1), stream, p.draws.offsets);
 }
 

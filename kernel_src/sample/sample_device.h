@@ -47,12 +47,37 @@ __device__ __forceinline__ Heat heat_of(const Draws& draws, int64_t row) {
   return {false, 1.0f / temperature};
 }
 
+// Of a row's logits, tempered, from the greatest.
+struct Scale {
+  float greatest, inv_temperature;
+
+  __device__ __forceinline__ float distance(float logit) const {
+    return distance_of(logit, greatest, inv_temperature);
+  }
+  __device__ __forceinline__ unsigned long long weight_of_key(uint32_t key) const {
+    return weight_of<SampleMath>(distance(value_of_key<SampleMath>(key)));
+  }
+  __device__ __forceinline__ int bin(float logit) const {
+    return distance_bin<SampleMath>(distance(logit));
+  }
+};
+
 __device__ __forceinline__ NoiseKey key_of_row(const Draws& draws, int64_t row) {
   const uint64_t seed = static_cast<uint64_t>(draws.seeds[draws.seed_per_row ? row : 0]);
   const uint64_t offset = static_cast<uint64_t>(draws.offsets[draws.offset_per_row ? row : 0]);
   return {{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)},
           {static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32)},
           draws.seed_per_row ? 0u : static_cast<uint32_t>(row) * 256u};
+}
+
+// Whether no other row reads the row's offset, so that who draws the row may advance it.
+__host__ __device__ __forceinline__ bool has_own_offset(const Draws& draws) {
+  return draws.offset_per_row || draws.batch == 1;
+}
+
+// Whether a row has its draws.
+__device__ __forceinline__ bool is_done(const GumbelSample& p, int64_t row) {
+  return p.done != nullptr && p.done[row] != 0;
 }
 
 // ---- candidates ----
@@ -163,10 +188,10 @@ __device__ __forceinline__ void write_draw(const Draws& draws, const DrawResults
 namespace gpu {
 
 // The second stage: the best of `parts` candidates of each row and sample, and the step of the offsets. `states`
-// may be null. Launched behind the kernel that writes the candidates.
+// and `done` may be null. Launched behind the kernel that writes the candidates.
 gpuError draw_finish(const Draws& draws, const DrawResults& results, const RowState* states,
                      const Candidate* candidates,  // [batch, parts, num_samples]
-                     int64_t parts, gpuStream stream);
+                     int64_t parts, const uint32_t* done, gpuStream stream);
 
 }  // namespace gpu
 }  // namespace fuselage

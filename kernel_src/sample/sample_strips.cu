@@ -1,0 +1,282 @@
+// gumbel_sample with filters where the greatest logit of each strip of kStrip neighbours is known, as the head on Hopper
+// GPUs leaves them. A block has a row, and reads few of its strips:
+//
+//   limit   What the filters look for is not below it. For top_k, strips are dealt into groups: the top_k greatest of
+//           the groups' greatest logits are as many. For min_p it is the bound. For top_p one is tried, and what all
+//           below it may weigh at most is added up.
+//   list    The logits from the limit on. A filter's bound is one of them: what is greater is counted, or weighed,
+//           for each. For top_p it must be the same whatever is below the limit.
+//
+// A row for which the list has no room, or does not tell, is left to the kernels that read all of it.
+#include "sample/sample_strips.h"
+
+#include "common/launch_policy.h"
+#include "sample/sample_draw.h"
+#include "sample/sample_filter.h"
+
+namespace fuselage {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / kWarpSize;
+constexpr int kMostStrips = 1024;
+constexpr int kMostListed = kThreads;  // one for each thread
+
+// Groups of strips are those of a thread, or of four, which is quicker, and does as long as the limit is that of three
+// quarters of the groups at most: the list gets about twice as many logits then.
+constexpr int kGroupLanes = 4;
+constexpr int kFewGroups = kThreads / kGroupLanes * 3 / 4;
+constexpr int kMostGroups = kThreads / 2;
+constexpr int kTriedGroups = kFewGroups;  // of top_p
+
+struct Shared {
+  float groups[kThreads];
+  uint32_t keys[kMostListed];  // 0 behind the end
+  int columns[kMostListed];
+  unsigned long long weights[kMostListed];
+  int strips[kMostStrips];
+  float of_warps[kWarps];
+  unsigned long long sums[2][kWarps];
+  Candidate best_of_warps[kWarps];
+  uint32_t listed_strips, listed, limit, found[2];
+};
+
+// body(strip, greatest) for all strips of a row, shared out over the block.
+template <typename Body>
+__device__ __forceinline__ void for_each_strip(const float* greatest, int count, Body body) {
+  constexpr int kAtOnce = 4;
+  for (int first = 0; first < count; first += 4 * kAtOnce * kThreads) {
+    float4 loaded[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int at = first + 4 * (j * kThreads + static_cast<int>(threadIdx.x));
+      if (at < count) loaded[j] = *reinterpret_cast<const float4*>(greatest + at);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int at = first + 4 * (j * kThreads + static_cast<int>(threadIdx.x));
+      const float four[4] = {loaded[j].x, loaded[j].y, loaded[j].z, loaded[j].w};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (at + k < count) body(at + k, four[k]);
+      }
+    }
+  }
+}
+
+// The `wanted`-th of the groups' greatest logits, where a thread has `of_thread`.
+__device__ __forceinline__ float greatest_of_groups(Shared& shared, float of_thread, int wanted) {
+  const int lanes = wanted <= kFewGroups ? kGroupLanes : 1, groups = kThreads / lanes;
+  for (int mask = 1; mask < lanes; mask *= 2)
+    of_thread = fmaxf(__shfl_xor_sync(kAllLanes, of_thread, mask), of_thread);
+  if (threadIdx.x % lanes == 0) shared.groups[threadIdx.x / lanes] = of_thread;
+  if (threadIdx.x == 0) shared.limit = 0xffffffffu;
+  __syncthreads();
+  if (threadIdx.x < groups) {
+    const float own = shared.groups[threadIdx.x];
+    int above = 0;
+#pragma unroll 4
+    for (int i = 0; i < groups; i += 4) {
+      const float4 others = *reinterpret_cast<const float4*>(shared.groups + i);
+      above += (others.x > own) + (others.y > own) + (others.z > own) + (others.w > own);
+    }
+    const uint32_t key = above < wanted ? key_of<SampleMath>(own) : 0xffffffffu;
+    const uint32_t least = __reduce_min_sync(kAllLanes, key);
+    if (threadIdx.x % kWarpSize == 0) atomicMin(&shared.limit, least);
+  }
+  __syncthreads();
+  return value_of_key<SampleMath>(shared.limit);
+}
+
+// What the filters of a row look for.
+struct Wanted {
+  int64_t top_k;   // 0: none
+  float top_p;     // 1: none
+  float farthest;  // of min_p: the least distance; -inf: none
+
+  // Whether it is a share of all weights of the row.
+  __device__ __forceinline__ bool weighs_all() const { return top_k == 0 && top_p < 1.0f; }
+};
+
+__device__ __forceinline__ Wanted wanted_of(const GumbelSample& p, int64_t row) {
+  Wanted wanted{0, 1.0f, minus_infinity()};
+  if (p.filters.has_top_k) {
+    const RowInts& k = p.filters.top_k;
+    wanted.top_k = k.values == nullptr ? k.value : k.values[row * k.stride];
+    if (wanted.top_k < 1 || wanted.top_k > p.draws.vocab) wanted.top_k = 0;
+  }
+  if (p.filters.has_top_p) wanted.top_p = option_of(p.filters.top_p, row);
+  if (p.filters.has_min_p) wanted.farthest = farthest_of_min_p(option_of(p.filters.min_p, row));
+  return wanted;
+}
+
+__device__ __forceinline__ float limit_of(Shared& shared, const Wanted& wanted, const Scale& scale,
+                                          float of_thread) {
+  if (wanted.top_k > kMostGroups) return minus_infinity();
+  if (wanted.top_k > 0)
+    return greatest_of_groups(shared, of_thread, static_cast<int>(wanted.top_k));
+  if (!(wanted.top_p < 1.0f))
+    return value_of_key<SampleMath>(warp_key_at_distance(scale, wanted.farthest));
+  const uint32_t least = warp_key_at_distance(scale, kNoWeight);
+  return fmaxf(greatest_of_groups(shared, of_thread, kTriedGroups),
+               value_of_key<SampleMath>(least));
+}
+
+// Finds the key from which on, from the greatest, the amounts of the list's keys reach `least`, and that for `most`; 0
+// where there is none. Thread i has the amount of number i.
+__device__ __forceinline__ void find_keys(Shared& shared, int listed, unsigned long long amount,
+                                          unsigned long long least, unsigned long long most) {
+  const uint32_t own = shared.keys[threadIdx.x];
+  shared.weights[threadIdx.x] = own == 0 ? 0 : amount;
+  if (threadIdx.x < 2) shared.found[threadIdx.x] = 0;
+  __syncthreads();
+  if (own != 0) {
+    unsigned long long above = 0, upto = 0;
+#pragma unroll 4
+    for (int i = 0; i < listed; ++i) {
+      const uint32_t other = shared.keys[i];
+      const unsigned long long its = shared.weights[i];
+      above += other > own ? its : 0;
+      upto += other >= own ? its : 0;
+    }
+    if (least > above && least <= upto) shared.found[0] = own;
+    if (most > above && most <= upto) shared.found[1] = own;
+  }
+  __syncthreads();
+}
+
+// Whether the row is drawn: the same for all threads.
+__device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, int64_t row) {
+  const int vocab = static_cast<int>(p.draws.vocab);
+  const int strips = (vocab - 1) / kStrip + 1;
+  const float* logits = static_cast<const float*>(p.logits) + row * p.stride;
+  const float* greatest = p.strips + row * p.strips_stride;
+  const Heat heat = heat_of(p.draws, row);
+  const NoiseKey noise = key_of_row(p.draws, row);
+  const Wanted wanted = wanted_of(p, row);
+  const bool weighs_all = wanted.weighs_all();
+
+  float of_thread = minus_infinity();
+  for_each_strip(greatest, strips, [&](int, float its) { of_thread = fmaxf(its, of_thread); });
+  const float of_warp = warp_greatest(of_thread);
+  if (threadIdx.x % kWarpSize == 0) shared.of_warps[threadIdx.x / kWarpSize] = of_warp;
+  shared.keys[threadIdx.x] = 0;
+  if (threadIdx.x == 0) {
+    shared.listed_strips = 0;
+    shared.listed = 0;
+  }
+  __syncthreads();
+  const Scale scale{warp_greatest(shared.of_warps[threadIdx.x % kWarps]), heat.inv_temperature};
+  const bool filters = !heat.greedy && scale.greatest > minus_infinity();
+  const float limit = filters ? limit_of(shared, wanted, scale, of_thread) : scale.greatest;
+  if (filters && !(limit > minus_infinity())) return false;
+
+  unsigned long long below = 0;  // what all that is not read weighs at most
+  for_each_strip(greatest, strips, [&](int strip, float its) {
+    if (its >= limit && its > minus_infinity()) {
+      const uint32_t at = atomicAdd(&shared.listed_strips, 1u);
+      if (at < kMostStrips) shared.strips[at] = strip;
+    } else if (weighs_all) {
+      // NOTE: more than that, should a lesser logit have a greater weight by an error of e^distance.
+      const unsigned long long weight = weight_of<SampleMath>(scale.distance(its));
+      below += weight == 0 ? 0 : kStrip * (weight + (weight >> 16) + 1);
+    }
+  });
+  __syncthreads();
+  const int listed_strips = static_cast<int>(shared.listed_strips);
+  if (listed_strips > kMostStrips) return false;
+
+  unsigned long long sum = 0;  // of the weights of what is read
+  constexpr int kAtOnce = 4, kStripsAtOnce = kThreads / kStrip;
+  for (int first = 0; first < listed_strips; first += kAtOnce * kStripsAtOnce) {
+    float loaded[kAtOnce];
+    int columns[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = first + j * kStripsAtOnce + static_cast<int>(threadIdx.x) / kStrip;
+      columns[j] = i < listed_strips
+                       ? shared.strips[i] * kStrip + static_cast<int>(threadIdx.x) % kStrip
+                       : vocab;
+      loaded[j] = columns[j] < vocab ? logits[columns[j]] : minus_infinity();
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (weighs_all) sum += weight_of<SampleMath>(scale.distance(loaded[j]));
+      if (!(loaded[j] >= limit && loaded[j] > minus_infinity())) continue;
+      const uint32_t at = atomicAdd(&shared.listed, 1u);
+      if (at < kMostListed) {
+        shared.keys[at] = key_of<SampleMath>(loaded[j]);
+        shared.columns[at] = columns[j];
+      }
+    }
+  }
+  __syncthreads();
+  const int listed = static_cast<int>(shared.listed);
+  if (listed > kMostListed) return false;
+
+  const uint32_t own = shared.keys[threadIdx.x];
+  uint32_t bound = 1;  // 0 is no key
+  if (filters && wanted.top_k > 0) {
+    find_keys(shared, listed, 1, wanted.top_k, wanted.top_k);
+    bound = shared.found[0];
+  }
+  if (filters && wanted.top_p < 1.0f) {
+    const unsigned long long weight = own >= bound ? scale.weight_of_key(own) : 0;
+    sum = block_sum_of(shared.sums[0], weighs_all ? sum : weight);
+    below = block_sum_of(shared.sums[1], below);
+    find_keys(shared, listed, weight, weights_needed(wanted.top_p, sum),
+              weights_needed(wanted.top_p, sum + below));
+    bound = shared.found[0];
+    if (bound == 0 || bound != shared.found[1]) return false;
+  }
+  if (filters) {
+    const uint32_t nearest = warp_key_at_distance(scale, wanted.farthest);
+    bound = nearest > bound ? nearest : bound;
+  }
+
+  for (int sample = 0; sample < p.draws.num_samples; ++sample) {
+    Candidate best = no_candidate();
+    if (own >= bound) {
+      const float logit = value_of_key<SampleMath>(own);
+      const int column = shared.columns[threadIdx.x];
+      const int64_t index = p.draws.vocab_offset + column;
+      float score = logit;
+      if (!heat.greedy) {
+        const PhiloxWords words = noise_words(noise, index >> 2, sample);
+        const uint32_t even = index & 2 ? words.words[2] : words.words[0];
+        const uint32_t odd = index & 2 ? words.words[3] : words.words[1];
+        score = SampleMath::fma(logit, heat.inv_temperature,
+                                gumbel_of<SampleMath>(index & 1 ? odd : even));
+      }
+      offer(best, score, logit, column);
+    }
+    best = block_best<kThreads>(best, shared.best_of_warps);
+    if (threadIdx.x == 0) write_draw(p.draws, p.results, row, sample, best, RowState{});
+    __syncthreads();
+  }
+  return true;
+}
+
+__global__ void __launch_bounds__(kThreads, 2) strips_kernel(const GumbelSample p, uint32_t* done) {
+  __shared__ Shared shared;
+  wait_for_kernel_before();
+  const int64_t row = blockIdx.x;
+  const bool drawn = draw_row(p, shared, row);
+  if (threadIdx.x == 0) {
+    done[row] = drawn ? 1 : 0;
+    if (drawn && has_own_offset(p.draws)) ++p.draws.offsets[row];
+  }
+  let_kernel_after_start();
+}
+
+}  // namespace
+
+namespace gpu {
+
+gpuError strips_sample(const GumbelSample& p, uint32_t* done, gpuStream stream) {
+  return gpu_launch_after(&strips_kernel, dim3(static_cast<unsigned>(p.draws.batch)),
+                          dim3(kThreads), stream, p, done);
+}
+
+}  // namespace gpu
+}  // namespace fuselage
