@@ -391,6 +391,92 @@ def test_filters_and_log_probabilities(fuselage, device, dtype):
         assert (filtered[row] - (kept / kept.sum())[tokens[row]].log()).abs().max() < SLACK
 
 
+# Logits of the rows of `of_kinds`, exactly: each column of the weight is one, and hidden chooses it.
+KINDS = ("normal", "coarse", "equal", "wide", "likely", "ascending", "near", "strip")
+
+
+def of_kinds(vocab: int) -> torch.Tensor:
+    flat = torch.randn(vocab)
+    likely = flat.clone()
+    likely[torch.randperm(vocab)[:40]] += torch.linspace(6.0, 14.0, 40)
+    strip = flat.clone()
+    strip[320:336] += 20.0  # that the greatest of the others are not among the greatest logits
+    kinds = [3 * flat, (2 * flat).round(), torch.zeros(vocab), 100 * flat, likely]
+    kinds += [torch.linspace(-12.0, 4.0, vocab), 1e-4 * flat, strip]
+    return torch.stack(kinds, 1)
+
+
+FILTERS = [
+    *({"top_k": k} for k in (1, 40, 96, 97, 256, 257, 3000)),
+    *({"top_p": p} for p in (1e-6, 0.3, 0.9, 0.9999)),
+    *({"min_p": p} for p in (1.0, 0.3, 1e-3, 1e-12)),
+    {"top_k": 30, "top_p": 0.8},
+    {"top_k": 50, "min_p": 0.1},
+    {"top_p": 0.6, "min_p": 0.2},
+    {"top_k": 200, "top_p": 0.99, "min_p": 0.01},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_filters_draw_as_from_all_logits(fuselage, device, dtype, options):
+    """A filtered row is drawn from the few logits that can matter; log-probabilities want all."""
+    vocab = 70_001 if device == "cuda" else 5001
+    weight = of_kinds(vocab).to(device, dtype)
+    # Nothing of 200 neighbours may be drawn, among which are most of the greatest of one kind.
+    bias = torch.zeros(vocab, device=device)
+    bias[300:310] = bias[vocab - 210 : vocab - 10] = -torch.inf
+    hidden = torch.eye(8, device=device, dtype=dtype)
+    for temperature in (1.0, 0.3, torch.tensor([2.0, 0.0] * 4, device=device)):
+        for given in ({}, {"bias": bias, "logit_softcap": 30.0}):
+            given = {"temperature": temperature, "num_samples": 4, "seed": 6, **given, **options}
+            tokens = fuselage.lm_head_sample(hidden, weight, **given)
+            of_all = fuselage.lm_head_sample(hidden, weight, return_logprobs=True, **given)
+            assert torch.equal(tokens, of_all.tokens), (KINDS, tokens == of_all.tokens)
+            assert ("bias" not in given) or not bias[tokens].isinf().any()
+    # A row alone, and many of them.
+    rows = hidden.repeat(20, 1)
+    given = {"num_samples": 4, "seed": torch.arange(160, device=device) // 8, **options}
+    many = fuselage.lm_head_sample(rows, weight, **given)
+    alone = fuselage.lm_head_sample(rows[84:85], weight, **{**given, "seed": given["seed"][84:85]})
+    assert torch.equal(many[84:85], alone)
+
+
+def test_filters_of_each_row_advance_its_offset(fuselage, device):
+    """Whichever way a row is drawn; none of its options may be that of another row."""
+    vocab = 70_001 if device == "cuda" else 5001
+    weight = of_kinds(vocab).to(device, torch.bfloat16)
+    hidden = torch.eye(8, device=device, dtype=torch.bfloat16)
+    options = {
+        "top_k": torch.tensor([5, 0, 3000, 50, 257, -1, 7, 100], device=device),
+        "top_p": torch.tensor([1.0, 1.0, 0.5, 0.9, 1.0, 0.9, 0.0, 0.3], device=device),
+        "min_p": torch.tensor([0.0, 0.0, 0.1, 1e-4, 0.0, 0.5, 0.0, 0.0], device=device),
+        "temperature": torch.tensor([1.0, 1.5, 0.5, 1.0, 0.0, 1.0, 2.0, 1.0], device=device),
+    }
+    for names in (("top_k", "top_p", "min_p"), ("top_p",), ("top_p", "min_p"), ("min_p",)):
+        for rows in (slice(0, 8), slice(0, 1), slice(3, 4)):
+            given = {n: options[n][rows] for n in (*names, "temperature")}
+            count = hidden[rows].shape[0]
+            for size in {1, count}:
+                seed = torch.arange(size, device=device)
+                offsets = [torch.arange(size, device=device) + 5 for _ in range(2)]
+                for _ in range(2):
+                    draws = [
+                        fuselage.lm_head_sample(
+                            hidden[rows],
+                            weight,
+                            seed=seed,
+                            offset=offset,
+                            return_logprobs=logprobs,
+                            **given,
+                        )
+                        for offset, logprobs in zip(offsets, (False, True), strict=True)
+                    ]
+                    assert torch.equal(draws[0], draws[1].tokens), (names, rows, size)
+                for offset in offsets:
+                    assert torch.equal(offset.cpu(), torch.arange(size) + 7), (names, rows, size)
+
+
 def test_at_temperature_zero_log_probabilities_are_zero(fuselage, device):
     hidden, weight = make(3, 200, 32, torch.float32, device)
     result = fuselage.lm_head_sample(hidden, weight, temperature=0.0, top_k=5, return_logprobs=True)
