@@ -9,11 +9,14 @@
 // bound is found eight bits at a time. All sums are of integers, so that their order does not matter.
 
 #include "common/launch_policy.h"
-#include "sample/sample_cluster.h"
 #include "sample/sample_device.h"
 #include "sample/sample_draw.h"
 #include "sample/sample_policy.h"
+#if !defined(USE_ROCM)
+#include "sample/lm_head_sm90.h"
+#include "sample/sample_cluster.h"
 #include "sample/sample_strips.h"
+#endif
 
 namespace fuselage {
 namespace {
@@ -40,7 +43,6 @@ __global__ void __launch_bounds__(kSampleThreads, 3)
   __shared__ uint32_t block_floor;
   wait_for_kernel_before();
   const Part part = part_of(p, policy);
-  if (is_done(p, part.row)) return;
   const Heat heat = heat_of(p.draws, part.row);
   Drawing<KeptKeys> drawing{};
   drawing.key = key_of_row(p.draws, part.row);
@@ -90,16 +92,12 @@ __global__ void __launch_bounds__(kSampleThreads, 3)
 
 __global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const Draws draws, const DrawResults results, const RowState* states,
-                  const Candidate* candidates, const int64_t parts, const uint32_t* done) {
+                  const Candidate* candidates, const int64_t parts) {
   __shared__ Candidate of_warps[kFinishThreads / kWarpSize];
   wait_for_kernel_before();
   const int64_t slot = blockIdx.x;
   const int64_t row = slot / draws.num_samples;
   const int sample = static_cast<int>(slot % draws.num_samples);
-  const bool is_done = done != nullptr && done[row] != 0;
-  if (threadIdx.x == 0 && sample == 0 && (has_own_offset(draws) ? !is_done : row == 0))
-    ++draws.offsets[row];
-  if (is_done) return;
   Candidate best = no_candidate();
 #pragma unroll 4
   for (int64_t part = threadIdx.x; part < parts; part += kFinishThreads)
@@ -109,6 +107,8 @@ __global__ void __launch_bounds__(kFinishThreads)
   __syncthreads();
   if (threadIdx.x != 0) return;
   for (int i = 1; i < kFinishThreads / kWarpSize; ++i) keep_better(best, of_warps[i]);
+  if (sample == 0 && (draws.offset_per_row || row == 0)) ++draws.offsets[row];
+
   write_draw(draws, results, row, sample, best, states == nullptr ? RowState{} : states[row]);
 }
 
@@ -141,8 +141,6 @@ __global__ void __launch_bounds__(kSampleThreads)
     greatest_kernel(const GumbelSample p, const SamplePolicy policy, const FilterSpace space) {
   wait_for_kernel_before();
   const Part part = part_of(p, policy);
-  if (is_done(p, part.row))
-    return;  // and by the kernels after it: a row has no weights without its greatest logit
   float greatest = minus_infinity();
   for_each_vector<T>(p, part.row, part.begin, part.end, [&](int, const auto& logits) {
 #pragma unroll
@@ -451,7 +449,6 @@ constexpr int64_t kSpaceAlignment = 128;
 int64_t aligned_bytes(int64_t bytes) { return ceil_div(bytes, kSpaceAlignment) * kSpaceAlignment; }
 
 struct Space {
-  uint32_t* done;
   Candidate* candidates;
   FilterSpace filters;
   int64_t bytes;
@@ -460,19 +457,16 @@ struct Space {
 bool needs_states(const GumbelSample& p) { return p.filters.any() || p.results.needs_sums(); }
 
 // Of the form in which a cluster has a row, which pays for what needs states. NOTE: not for top_p of all of a row's
-// logits, whose weights collide in the shared memory of a few blocks; after top_k there are few.
+// logits, whose weights collide in the shared memory of a few blocks; after top_k there are few. But it may have fewer
+// than those of a row of which strips are known, and then the one kernel is quicker.
 ClusterPolicy cluster_policy_of(const GumbelSample& p, const DeviceInfo& info) {
-  const bool weighs_all = p.filters.has_top_p && !p.filters.has_top_k;
+  const bool weighs_all =
+      p.filters.has_top_p && !p.filters.has_top_k && p.strips.greatest == nullptr;
   return needs_states(p) && !weighs_all ? cluster_policy(info, p.draws.batch, p.draws.vocab)
                                         : ClusterPolicy{0, 0};
 }
 
-// Whether rows are drawn from a few of their strips, where that does.
-bool takes_strips(const GumbelSample& p) {
-  return p.strips != nullptr && p.filters.any() && !p.results.needs_sums();
-}
-
-Space space_of(const GumbelSample& p, const SamplePolicy& policy, const ClusterPolicy& cluster) {
+Space space_of(const GumbelSample& p, const SamplePolicy& policy) {
   Space space{};
   char* base = static_cast<char*>(p.workspace);
   const auto take = [&](int64_t bytes) {
@@ -481,9 +475,6 @@ Space space_of(const GumbelSample& p, const SamplePolicy& policy, const ClusterP
     return static_cast<void*>(at);
   };
   const int64_t batch = p.draws.batch;
-  if (takes_strips(p))
-    space.done = static_cast<uint32_t*>(take(batch * static_cast<int64_t>(sizeof(uint32_t))));
-  if (cluster.blocks != 0) return space;
   space.candidates = static_cast<Candidate*>(
       take(batch * policy.parts * p.draws.num_samples * static_cast<int64_t>(sizeof(Candidate))));
   if (needs_states(p)) {
@@ -536,7 +527,7 @@ gpuError launch(const GumbelSample& p, const SamplePolicy& policy, const Space& 
   }
   if (error != gpuSuccess) return error;
   return gpu::draw_finish(p.draws, p.results, filters.states, space.candidates, policy.parts,
-                          p.done, stream);
+                          stream);
 }
 
 }  // namespace
@@ -544,43 +535,49 @@ gpuError launch(const GumbelSample& p, const SamplePolicy& policy, const Space& 
 namespace gpu {
 
 gpuError draw_finish(const Draws& draws, const DrawResults& results, const RowState* states,
-                     const Candidate* candidates, int64_t parts, const uint32_t* done,
-                     gpuStream stream) {
+                     const Candidate* candidates, int64_t parts, gpuStream stream) {
   const dim3 grid(static_cast<unsigned>(draws.batch * draws.num_samples));
   return gpu_launch_after(&finish_kernel, grid, dim3(kFinishThreads), stream, draws, results,
-                          states, candidates, parts, done);
+                          states, candidates, parts);
 }
 
 int64_t gumbel_sample_workspace(const GumbelSample& p, int device) {
   const DeviceInfo& info = device_info(device);
-  return space_of(p, sample_policy(info, p.draws.batch, p.draws.vocab), cluster_policy_of(p, info))
-      .bytes;
+#if !defined(USE_ROCM)
+  if (p.strips.greatest != nullptr) return strips_workspace(p);
+#endif
+  if (cluster_policy_of(p, info).blocks != 0) return 0;
+  return space_of(p, sample_policy(info, p.draws.batch, p.draws.vocab)).bytes;
 }
 
-const char* gumbel_sample(const GumbelSample& given, int device, void* stream) {
-  GumbelSample p = given;
+const char* gumbel_sample(const GumbelSample& p, int device, void* stream) {
   const DeviceInfo& info = device_info(device);
   const SamplePolicy policy = sample_policy(info, p.draws.batch, p.draws.vocab);
   constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
   if (p.draws.batch * policy.parts > kMostBlocks ||
       p.draws.batch * p.draws.num_samples > kMostBlocks)
     return "the batch has too many rows for one launch";
-  const ClusterPolicy cluster = cluster_policy_of(p, info);
-  const Space space = space_of(p, policy, cluster);
   const gpuStream on = static_cast<gpuStream>(stream);
 #if !defined(USE_ROCM)
-  if (takes_strips(p)) {
-    p.done = space.done;
-    const char* error = message_of(strips_sample(p, space.done, on));
-    if (error != nullptr) return error;
-  }
+  const ClusterPolicy cluster = cluster_policy_of(p, info);
+  if (p.strips.greatest != nullptr) return message_of(strips_sample(p, cluster, on));
   if (cluster.blocks != 0) return message_of(cluster_sample(p, cluster, on));
 #endif
+  const Space space = space_of(p, policy);
   switch (p.dtype) {
     case DType::float32: return message_of(launch<float>(p, policy, space, info, on));
     case DType::float16: return message_of(launch<float16>(p, policy, space, info, on));
     default: return message_of(launch<bfloat16>(p, policy, space, info, on));
   }
+}
+
+bool takes_strips(const LmHead& head, const GumbelSample& p, int device) {
+#if !defined(USE_ROCM)
+  return p.filters.any() && !p.results.needs_sums() && lm_head_sm90_serves(head, device) &&
+         cluster_policy(device_info(device), p.draws.batch, p.draws.vocab).blocks != 0;
+#else
+  return false;
+#endif
 }
 
 }  // namespace gpu

@@ -875,14 +875,6 @@ int64_t lm_head_logits_workspace(const LmHead& p, int device) {
   return 0;
 }
 
-bool lm_head_has_strips(const LmHead& p, int device) {
-#if !defined(USE_ROCM)
-  return lm_head_sm90_serves(p, device);
-#else
-  return false;
-#endif
-}
-
 const char* lm_head_logits(const LmHead& p, const HeadLogits& out, void* workspace, int device,
                            void* stream) {
 #if !defined(USE_ROCM)
@@ -926,7 +918,7 @@ const char* lm_head_sample(const LmHeadSample& p, int device, void* stream) {
     const char* error = launch_head(p.head, out, static_cast<gpuStream>(stream));
     if (error != nullptr) return error;
   }
-  return message_of(draw_finish(p.draws, p.results, nullptr, out.candidates, out.tiles, nullptr,
+  return message_of(draw_finish(p.draws, p.results, nullptr, out.candidates, out.tiles,
                                 static_cast<gpuStream>(stream)));
 }
 

@@ -18,6 +18,10 @@
 // widened. Of 16 columns a lane loads four that are neighbours, where the product wants two times two: a kernel before
 // this one puts hidden's columns in that order, and into tiles.
 //
+// For filters logits are written, with the greatest of each strip of 16, which tells sample_strips.cu what it need not
+// read. But writes take time from the reads of weights: what the first tiles have tells a floor of each row, and
+// strips below it are not written.
+//
 // A logit is accumulated in the order of the depth, whatever the batch and the tile. The greatest score, of
 // equals that of the lowest index, has no order. So a draw depends on neither.
 #include "sample/lm_head_sm90.h"
@@ -29,6 +33,7 @@
 #include "sample/fragments.h"
 #include "sample/hopper.h"
 #include "sample/sample_device.h"
+#include "sample/sample_filter.h"
 #include "sample/wgmma.h"
 
 namespace fuselage {
@@ -142,7 +147,8 @@ struct HeadDraw {
   const void* bias;
   DType bias_dtype;
   float softcap;
-  HeadLogits out;                  // instead of a draw, unless null
+  HeadLogits out;     // instead of a draw, unless its logits are null
+  uint32_t* arrived;  // 0: warps that have written their first strips, for the floors; or null
   unsigned long long* candidates;  // [blocks, num_samples, columns]
   uint32_t* shared_least;  // [num_samples, columns]: keys of scores below which none can win;
                            // [num_samples]: blocks that have shared those of their first tiles
@@ -528,37 +534,75 @@ __device__ __forceinline__ void free_stage(uint32_t empty, int lane) {
   }
 }
 
-// Writes a warp's logits and the greatest of its strip: rows `upper` and 8 more of the vocabulary.
+// The greatest of values[i] of the lanes that differ in bits 2 to 4 only, in those of them of which these bits, from
+// the highest on, are i. NOTE: of a number and what is none, fmaxf takes the number.
 template <int kCount>
-__device__ __forceinline__ void write_logits(const HeadDraw& p, const float (&logits)[kCount],
-                                             int upper, bool has_upper, bool has_lower, int lane) {
+__device__ __forceinline__ float greatest_of_lanes(float (&values)[kCount], int lane) {
+  int mask = 16;
+#pragma unroll
+  for (int half = kCount / 2; half >= 1; half /= 2, mask /= 2) {
+    const bool high = (lane & mask) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float given = high ? values[i] : values[i + half];
+      const float kept = high ? values[i + half] : values[i];
+      values[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, mask));
+    }
+  }
+#pragma unroll
+  for (; mask >= 4; mask /= 2)
+    values[0] = fmaxf(values[0], __shfl_xor_sync(0xffffffffu, values[0], mask));
+  return values[0];
+}
+
+// Writes a warp's logits and the greatest of its strip: rows `upper` and 8 more of the vocabulary. Strips below a
+// row's floor are left out.
+template <bool kCapped, int kCount>
+__device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& columns,
+                                             const float (&logits)[kCount], int upper,
+                                             bool has_upper, bool has_lower, int lane) {
   static_assert(kUnitRows == kStrip, "a warp has a strip");
+  constexpr int kAtOnce = kCount > 64 ? 2 : 4;  // turns, of 8 columns: as many as registers hold
+  constexpr int kShift = kAtOnce == 4 ? 2 : 3;  // of the bits of a lane that choose one of them
+  const Strips& strips = p.out.strips;
+  const int first = 2 * (lane & 3);
+  float* to = p.out.logits + (int64_t{p.batch_start} + first) * p.out.stride + upper;
 #pragma unroll 1
-  for (int turn = 0; turn < kCount / 4; ++turn) {
-    float taken[4];
-    take_turn(logits, turn, taken);
-    if (p.softcap != 0.0f) {
+  for (int turns = 0; turns < kCount / 4; turns += kAtOnce) {
+    float taken[kAtOnce][4], greatest[2 * kAtOnce];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) taken[i] = soft_capped<SampleMath>(taken[i], p.softcap);
+    for (int t = 0; t < kAtOnce; ++t) {
+      if (turns + t < kCount / 4) take_turn(logits, turns + t, taken[t]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (kCapped) taken[t][i] = soft_capped<SampleMath>(taken[t][i], p.softcap);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        greatest[2 * t + i] =
+            fmaxf(has_upper ? taken[t][i] : -INFINITY, has_lower ? taken[t][i + 2] : -INFINITY);
+      }
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int column = 8 * turn + 2 * (lane & 3) + i;
-      const int64_t batch = int64_t{p.batch_start} + column;
-      const bool present = column < p.batch;
-      float* to = p.out.logits + batch * p.out.stride + upper;
-      if (present && has_upper) to[0] = taken[i];
-      if (present && has_lower) to[8] = taken[i + 2];
-      // NOTE: of a number and what is none, fmaxf takes the number.
-      float greatest =
-          fmaxf(has_upper ? taken[i] : -INFINITY, has_lower ? taken[i + 2] : -INFINITY);
-      greatest = fmaxf(greatest, -INFINITY);
-#pragma unroll
-      for (int mask = 4; mask < 32; mask *= 2)
-        greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, mask));
-      if (p.out.strips != nullptr && present && lane < 4)
-        p.out.strips[batch * p.out.strips_stride + upper / kStrip] = greatest;
+    const float of_strip = fmaxf(greatest_of_lanes(greatest, lane), -INFINITY);
+    const int chosen = lane >> kShift, column = 8 * (turns + chosen / 2) + first + chosen % 2;
+    bool written = column < p.batch;
+    if (strips.greatest != nullptr && written) {
+      strips.greatest[(int64_t{p.batch_start} + column) * strips.stride +
+                      (upper - (lane >> 2)) / kStrip] = of_strip;
+      written = of_strip >= const_cast<const volatile float*>(columns.least)[column];
     }
+    const uint32_t all_written = __ballot_sync(0xffffffffu, written) >> (lane & 3);
+#pragma unroll
+    for (int t = 0; t < kAtOnce; ++t) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float* at = to + (8 * t + i) * p.out.stride;
+        const bool its = all_written >> ((2 * t + i) << kShift) & 1;
+        if (its && has_upper) at[0] = taken[t][i];
+        if (its && has_lower) at[8] = taken[t][i + 2];
+      }
+    }
+    to += 8 * kAtOnce * p.out.stride;
   }
 }
 
@@ -572,6 +616,99 @@ __device__ __forceinline__ Tile tile_of(const HeadDraw& p, int number) {
   const int each = p.units / p.tiles, more = p.units % p.tiles;
   const int unit = number * each + min(number, more);
   return {p.first_row + unit * kUnitRows, each + (number < more ? 1 : 0)};
+}
+
+// ---- floors ----
+
+constexpr int kGroupsEach = 4;
+constexpr int kFloorGroups = kGroupsEach * kNoiseThreads;
+constexpr int kMostOfGroups = kFloorGroups * 2 / 3;
+constexpr int kFloorColumns = 32;  // fewer leave no room for them
+
+struct FloorWords {
+  float greatest[kNoiseWarps];
+  uint32_t key, there;
+};
+
+// Where logits are written, the warps that otherwise make noise find a row's floor when all blocks have written the
+// strips of their first tiles. As many of these as top_k are not below that of top_k: strips are dealt into groups,
+// and the top_k greatest of the groups' greatest are as many. The greatest logit can only make min_p's bound greater.
+// Whether they come in time does not matter.
+template <int kMultiplyingWarps>
+__device__ __forceinline__ void find_floors(const HeadDraw& p, const Columns& columns,
+                                            float* groups, int thread) {
+  constexpr int kPatience = 400;
+  constexpr int kNap = 500;  // ns
+  FloorWords& words = *reinterpret_cast<FloorWords*>(groups + kFloorGroups);
+  const auto together = [] { asm volatile("bar.sync 2, %0;" ::"n"(kNoiseThreads) : "memory"); };
+  const int lane = thread % 32;
+  if (thread == 0) {
+    const volatile uint32_t* arrived = p.arrived;
+    const uint32_t all = gridDim.x * kMultiplyingWarps;
+    for (int i = 0; i < kPatience && *arrived < all; ++i) __nanosleep(kNap);
+    words.there = *arrived >= all;
+    __threadfence();
+  }
+  together();
+  uint32_t* floors = p.out.strips.floors + p.batch_start;
+  const int strips = tile_of(p, gridDim.x).row / kStrip;
+  for (int column = blockIdx.x; column < p.batch && words.there != 0; column += gridDim.x) {
+    const int64_t row = int64_t{p.batch_start} + column;
+    const float* greatest = p.out.strips.greatest + row * p.out.strips.stride;
+    const Heat heat = heat_of(p.out.temperature, row);
+    const Wanted wanted(p.out.filters, p.vocab, row);
+    float own[kGroupsEach], of_thread = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kGroupsEach; ++i) own[i] = -INFINITY;
+    for (int first = thread; first < strips; first += kFloorGroups) {
+#pragma unroll
+      for (int i = 0; i < kGroupsEach; ++i) {
+        const int at = first + i * kNoiseThreads;
+        if (at < strips) own[i] = fmaxf(own[i], __ldcg(greatest + at));
+      }
+    }
+    together();  // the column before is done
+#pragma unroll
+    for (int i = 0; i < kGroupsEach; ++i) {
+      groups[i * kNoiseThreads + thread] = own[i];
+      of_thread = fmaxf(of_thread, own[i]);
+    }
+    of_thread = warp_greatest(of_thread);
+    if (lane == 0) words.greatest[thread / 32] = of_thread;
+    if (thread == 0) words.key = 0xffffffffu;
+    together();
+    const Scale scale{fmaxf(fmaxf(words.greatest[0], words.greatest[1]), words.greatest[2]),
+                      heat.inv_temperature};
+    static_assert(kNoiseWarps == 3, "three maxima");
+    uint32_t floor = kKeyOfMinusInfinity;
+    if (heat.greedy) {
+      floor = key_of<SampleMath>(scale.greatest);
+    } else if (scale.greatest > -INFINITY) {
+      if (wanted.top_k > 0 && wanted.top_k <= kMostOfGroups) {
+        uint32_t key = 0xffffffffu;
+#pragma unroll
+        for (int i = 0; i < kGroupsEach; ++i) {
+          if (count_greater(groups, kFloorGroups, own[i]) < wanted.top_k)
+            key = min(key, key_of<SampleMath>(own[i]));
+        }
+        key = __reduce_min_sync(0xffffffffu, key);
+        if (lane == 0) atomicMin(&words.key, key);
+        together();
+        floor = words.key;
+      }
+      // top_p is of what top_k leaves, whether min_p leaves it or not, or else of all that has weight.
+      if (wanted.weighs_all()) floor = warp_key_at_distance(scale, kNoWeight);
+      if (!wanted.weighs()) floor = max(floor, warp_key_at_distance(scale, wanted.farthest));
+    }
+    if (thread == 0) *const_cast<volatile uint32_t*>(floors + column) = floor;
+  }
+  for (int column = thread; column < p.batch; column += kNoiseThreads) {
+    const volatile uint32_t* floor = floors + column;
+    for (int i = 0; i < kPatience && words.there != 0 && *floor == 0; ++i) __nanosleep(kNap);
+    const uint32_t key = *floor;
+    if (key != 0)
+      const_cast<volatile float*>(columns.least)[column] = value_of_key<SampleMath>(key);
+  }
 }
 
 // ---- the kernel ----
@@ -641,6 +778,8 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
       }
     }
   }
+  for (int column = threadIdx.x; column < kColumns && p.out.logits != nullptr; column += kThreads)
+    columns.least[column] = -INFINITY;
   __syncthreads();
   if (kCluster > 1) cluster_barrier();
 
@@ -693,6 +832,10 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
           }
         }
       }
+    }
+    if (warp > kMultiplyingWarps && p.arrived != nullptr) {
+      find_floors<kMultiplyingWarps>(p, columns, reinterpret_cast<float*>(codes),
+                                     threadIdx.x - 32 * (kMultiplyingWarps + 1));
     }
     if (warp > kMultiplyingWarps && p.out.logits == nullptr) {
       const int thread = threadIdx.x - 32 * (kMultiplyingWarps + 1);
@@ -813,7 +956,16 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
         for (int i = 0; i < kColumns / 2; ++i) logits[i] += i & 2 ? lower_bias : upper_bias;
       }
       if (p.out.logits != nullptr) {
-        if (warp < tile.units) write_logits(p, logits, upper, has_upper, has_lower, lane);
+        if (warp < tile.units && p.softcap == 0.0f) {
+          write_logits<false>(p, columns, logits, upper, has_upper, has_lower, lane);
+        } else if (warp < tile.units) {
+          write_logits<true>(p, columns, logits, upper, has_upper, has_lower, lane);
+        }
+        if (p.arrived != nullptr && number < gridDim.x) {
+          __threadfence();
+          __syncwarp();
+          if (lane == 0) atomicAdd(p.arrived, 1u);
+        }
         continue;
       }
       if (warp < tile.units && (row < 0 || row + kUnitRows > p.vocab)) {
@@ -1070,6 +1222,12 @@ const char* launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles, int bloc
   const auto kernel = lm_head_kernel<T, kColumns, kCluster, kNarrow>;
   gpuError error = gpu_allow_shared_bytes(kernel, kShared);
   if (error != gpuSuccess) return message_of(gpu_launched(error));
+  // The floors have to come before the last tiles.
+  static_assert(kColumns < kFloorColumns ||
+                    noise_bytes(kColumns, kNarrow) >= kFloorGroups * 4 + int{sizeof(FloorWords)},
+                "they take the place of noise");
+  if (kColumns >= kFloorColumns && p.out.strips.floors != nullptr && p.tiles > blocks)
+    p.arrived = p.out.strips.floors + head.batch + p.batch_start;
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {kCluster, 1, 1};
@@ -1247,6 +1405,11 @@ const char* lm_head_logits_sm90(const LmHead& p, const HeadLogits& out, void* wo
                                 void* stream) {
   HeadDraw draw{};
   draw.out = out;
+  if (out.strips.floors != nullptr) {
+    const gpuError error = gpu_launched(cudaMemsetAsync(
+        out.strips.floors, 0, 2 * p.batch * sizeof(uint32_t), static_cast<gpuStream>(stream)));
+    if (error != gpuSuccess) return message_of(error);
+  }
   return for_each_launch(p, draw, static_cast<uint4*>(workspace), device,
                          static_cast<gpuStream>(stream),
                          [](const HeadDraw&, int, int) -> const char* { return nullptr; });

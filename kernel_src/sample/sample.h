@@ -77,6 +77,19 @@ struct DrawResults {
   bool needs_sums() const { return logprobs != nullptr || log_sum_exp != nullptr; }
 };
 
+// What is known of a row's strips. Those whose greatest logit is below the row's floor are not in memory: no filter
+// leaves any of their logits, nor looks for one.
+struct Strips {
+  float*
+      greatest;  // [batch, ceil(vocab / kStrip)], -inf where all are NaN, rows in multiples of 16 bytes; or null
+  int64_t stride;
+  uint32_t*
+      floors;  // [2 * batch]: of the first half a row's key, or 0; the other is the head's own; or null
+};
+
+// Rows of a batch for floors: what fewer write hardly counts.
+constexpr int64_t kFloorsFrom = 17;
+
 struct GumbelSample {
   Draws draws;
   Filters filters;
@@ -89,10 +102,7 @@ struct GumbelSample {
   const int32_t*
       bitmask;  // [batch or 1, ceil(vocab / 32)], bit i % 32 of word i / 32: may i be drawn; or null
   int64_t bitmask_stride;
-  // The greatest logit of each strip, -inf where all are NaN, [batch, ceil(vocab / kStrip)], rows in multiples of 16
-  // bytes; or null. Only of float32 logits without bias and bitmask.
-  const float* strips;
-  int64_t strips_stride;
+  Strips strips;         // only of float32 logits without bias and bitmask
   const uint32_t* done;  // [batch]: rows that have been drawn from are not 0; or null
   DrawResults results;
   void* workspace;
@@ -129,15 +139,18 @@ namespace gpu {
 int64_t gumbel_sample_workspace(const GumbelSample& p, int device);
 const char* gumbel_sample(const GumbelSample& p, int device, void* stream);
 
-// The logits themselves, [batch, vocab], and the greatest of their strips, as for GumbelSample, unless that is null.
-// Most need no workspace: 0 bytes.
+// The logits themselves, for gumbel_sample.
 struct HeadLogits {
-  float* logits;
+  float* logits;  // [batch, vocab]
   int64_t stride;
-  float* strips;
-  int64_t strips_stride;
+  Strips strips;          // to be written, unless null
+  Filters filters;        // which tell the floors, where those are not null
+  RowFloats temperature;  // for them
 };
-bool lm_head_has_strips(const LmHead& p, int device);
+
+// Whether gumbel_sample would use strips and lm_head_logits can write them.
+bool takes_strips(const LmHead& head, const GumbelSample& p, int device);
+// Most need no workspace: 0 bytes.
 int64_t lm_head_logits_workspace(const LmHead& p, int device);
 const char* lm_head_logits(const LmHead& p, const HeadLogits& out, void* workspace, int device,
                            void* stream);

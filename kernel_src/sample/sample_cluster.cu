@@ -109,6 +109,7 @@ struct Part {
 // Reads the part of the row and returns the greatest logit that is this thread's.
 template <typename T>
 __device__ __forceinline__ float load_part(const GumbelSample& p, int64_t row, const Part& part) {
+  const RowStrips strips(p.strips, row);
   constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
   constexpr int kAtOnce = 4;
   const T* data = row_of<T>(p, row) + part.begin;
@@ -126,7 +127,10 @@ __device__ __forceinline__ float load_part(const GumbelSample& p, int64_t row, c
         const int at = first + (j * kClusterThreads + static_cast<int>(threadIdx.x)) * kWidth;
         if (at >= part.size) continue;
         float values[kWidth];
-        if (at + kWidth <= part.size) {
+        if (strips.lack(part.begin + at)) {
+#pragma unroll
+          for (int k = 0; k < kWidth; ++k) values[k] = minus_infinity();
+        } else if (at + kWidth <= part.size) {
           vectors[j].to_floats(values);
         } else {
 #pragma unroll
@@ -600,7 +604,7 @@ __global__ void __launch_bounds__(kClusterThreads, 2)
                                    : left < policy.part ? left
                                                         : policy.part)};
   wait_for_kernel_before();
-  if (is_done(p, row)) return;
+  if (p.done != nullptr && p.done[row] != 0) return;
   const Heat heat = heat_of(p.draws, row);
   const NoiseKey key = key_of_row(p.draws, row);
 

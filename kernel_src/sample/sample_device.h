@@ -41,10 +41,14 @@ struct Heat {
   float inv_temperature;
 };
 
-__device__ __forceinline__ Heat heat_of(const Draws& draws, int64_t row) {
-  const float temperature = option_of(draws.temperature, row);
+__device__ __forceinline__ Heat heat_of(const RowFloats& temperatures, int64_t row) {
+  const float temperature = option_of(temperatures, row);
   if (!(temperature >= 1.17549435e-38f)) return {true, 1.0f};
   return {false, 1.0f / temperature};
+}
+
+__device__ __forceinline__ Heat heat_of(const Draws& draws, int64_t row) {
+  return heat_of(draws.temperature, row);
 }
 
 // Of a row's logits, tempered, from the greatest.
@@ -75,10 +79,21 @@ __host__ __device__ __forceinline__ bool has_own_offset(const Draws& draws) {
   return draws.offset_per_row || draws.batch == 1;
 }
 
-// Whether a row has its draws.
-__device__ __forceinline__ bool is_done(const GumbelSample& p, int64_t row) {
-  return p.done != nullptr && p.done[row] != 0;
-}
+struct RowStrips {
+  const float* greatest;
+  float floor;
+
+  __device__ __forceinline__ RowStrips(const Strips& strips, int64_t row)
+      : greatest(strips.greatest == nullptr ? nullptr : strips.greatest + row * strips.stride),
+        floor(minus_infinity()) {
+    const uint32_t key = strips.floors == nullptr ? 0 : strips.floors[row];
+    if (key != 0) floor = value_of_key<SampleMath>(key);
+  }
+  // Whether the strip of that column is not in memory.
+  __device__ __forceinline__ bool lack(int column) const {
+    return greatest != nullptr && greatest[column / kStrip] < floor;
+  }
+};
 
 // ---- candidates ----
 
@@ -188,10 +203,10 @@ __device__ __forceinline__ void write_draw(const Draws& draws, const DrawResults
 namespace gpu {
 
 // The second stage: the best of `parts` candidates of each row and sample, and the step of the offsets. `states`
-// and `done` may be null. Launched behind the kernel that writes the candidates.
+// may be null. Launched behind the kernel that writes the candidates.
 gpuError draw_finish(const Draws& draws, const DrawResults& results, const RowState* states,
                      const Candidate* candidates,  // [batch, parts, num_samples]
-                     int64_t parts, const uint32_t* done, gpuStream stream);
+                     int64_t parts, gpuStream stream);
 
 }  // namespace gpu
 }  // namespace fuselage

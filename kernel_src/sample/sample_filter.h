@@ -50,4 +50,36 @@ __device__ __forceinline__ float farthest_of_min_p(float share) {
   return share >= 1.17549435e-38f ? log_of_normal<SampleMath>(share) : minus_infinity();
 }
 
+// What the filters of a row look for.
+struct Wanted {
+  int64_t top_k;   // 0: none
+  float top_p;     // 1: none
+  float farthest;  // of min_p: the least distance; -inf: none
+
+  __device__ __forceinline__ Wanted(const Filters& filters, int64_t vocab, int64_t row)
+      : top_k(0), top_p(1.0f), farthest(minus_infinity()) {
+    if (filters.has_top_k) {
+      const RowInts& k = filters.top_k;
+      top_k = k.values == nullptr ? k.value : k.values[row * k.stride];
+      if (top_k < 1 || top_k > vocab) top_k = 0;
+    }
+    if (filters.has_top_p) top_p = option_of(filters.top_p, row);
+    if (filters.has_min_p) farthest = farthest_of_min_p(option_of(filters.min_p, row));
+  }
+  __device__ __forceinline__ bool weighs() const { return top_p < 1.0f; }
+  // Whether it is a share of all weights of the row.
+  __device__ __forceinline__ bool weighs_all() const { return weighs() && top_k == 0; }
+};
+
+// How many of others[0, count) are greater. `count` is a multiple of 4.
+__device__ __forceinline__ int count_greater(const float* others, int count, float own) {
+  int above = 0;
+#pragma unroll 4
+  for (int i = 0; i < count; i += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(others + i);
+    above += (four.x > own) + (four.y > own) + (four.z > own) + (four.w > own);
+  }
+  return above;
+}
+
 }  // namespace fuselage

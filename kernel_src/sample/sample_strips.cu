@@ -7,10 +7,11 @@
 //   list    The logits from the limit on. A filter's bound is one of them: what is greater is counted, or weighed,
 //           for each. For top_p it must be the same whatever is below the limit.
 //
-// A row for which the list has no room, or does not tell, is left to the kernels that read all of it.
+// A row for which the list has no room, or does not tell, is left to the kernel that reads all of it.
 #include "sample/sample_strips.h"
 
 #include "common/launch_policy.h"
+#include "sample/sample_cluster.h"
 #include "sample/sample_draw.h"
 #include "sample/sample_filter.h"
 
@@ -74,12 +75,7 @@ __device__ __forceinline__ float greatest_of_groups(Shared& shared, float of_thr
   __syncthreads();
   if (threadIdx.x < groups) {
     const float own = shared.groups[threadIdx.x];
-    int above = 0;
-#pragma unroll 4
-    for (int i = 0; i < groups; i += 4) {
-      const float4 others = *reinterpret_cast<const float4*>(shared.groups + i);
-      above += (others.x > own) + (others.y > own) + (others.z > own) + (others.w > own);
-    }
+    const int above = count_greater(shared.groups, groups, own);
     const uint32_t key = above < wanted ? key_of<SampleMath>(own) : 0xffffffffu;
     const uint32_t least = __reduce_min_sync(kAllLanes, key);
     if (threadIdx.x % kWarpSize == 0) atomicMin(&shared.limit, least);
@@ -88,34 +84,12 @@ __device__ __forceinline__ float greatest_of_groups(Shared& shared, float of_thr
   return value_of_key<SampleMath>(shared.limit);
 }
 
-// What the filters of a row look for.
-struct Wanted {
-  int64_t top_k;   // 0: none
-  float top_p;     // 1: none
-  float farthest;  // of min_p: the least distance; -inf: none
-
-  // Whether it is a share of all weights of the row.
-  __device__ __forceinline__ bool weighs_all() const { return top_k == 0 && top_p < 1.0f; }
-};
-
-__device__ __forceinline__ Wanted wanted_of(const GumbelSample& p, int64_t row) {
-  Wanted wanted{0, 1.0f, minus_infinity()};
-  if (p.filters.has_top_k) {
-    const RowInts& k = p.filters.top_k;
-    wanted.top_k = k.values == nullptr ? k.value : k.values[row * k.stride];
-    if (wanted.top_k < 1 || wanted.top_k > p.draws.vocab) wanted.top_k = 0;
-  }
-  if (p.filters.has_top_p) wanted.top_p = option_of(p.filters.top_p, row);
-  if (p.filters.has_min_p) wanted.farthest = farthest_of_min_p(option_of(p.filters.min_p, row));
-  return wanted;
-}
-
 __device__ __forceinline__ float limit_of(Shared& shared, const Wanted& wanted, const Scale& scale,
                                           float of_thread) {
   if (wanted.top_k > kMostGroups) return minus_infinity();
   if (wanted.top_k > 0)
     return greatest_of_groups(shared, of_thread, static_cast<int>(wanted.top_k));
-  if (!(wanted.top_p < 1.0f))
+  if (!wanted.weighs())
     return value_of_key<SampleMath>(warp_key_at_distance(scale, wanted.farthest));
   const uint32_t least = warp_key_at_distance(scale, kNoWeight);
   return fmaxf(greatest_of_groups(shared, of_thread, kTriedGroups),
@@ -150,14 +124,15 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
   const int vocab = static_cast<int>(p.draws.vocab);
   const int strips = (vocab - 1) / kStrip + 1;
   const float* logits = static_cast<const float*>(p.logits) + row * p.stride;
-  const float* greatest = p.strips + row * p.strips_stride;
   const Heat heat = heat_of(p.draws, row);
   const NoiseKey noise = key_of_row(p.draws, row);
-  const Wanted wanted = wanted_of(p, row);
+  const Wanted wanted(p.filters, p.draws.vocab, row);
+  const RowStrips row_strips(p.strips, row);
   const bool weighs_all = wanted.weighs_all();
 
   float of_thread = minus_infinity();
-  for_each_strip(greatest, strips, [&](int, float its) { of_thread = fmaxf(its, of_thread); });
+  for_each_strip(row_strips.greatest, strips,
+                 [&](int, float its) { of_thread = fmaxf(its, of_thread); });
   const float of_warp = warp_greatest(of_thread);
   if (threadIdx.x % kWarpSize == 0) shared.of_warps[threadIdx.x / kWarpSize] = of_warp;
   shared.keys[threadIdx.x] = 0;
@@ -168,11 +143,15 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
   __syncthreads();
   const Scale scale{warp_greatest(shared.of_warps[threadIdx.x % kWarps]), heat.inv_temperature};
   const bool filters = !heat.greedy && scale.greatest > minus_infinity();
-  const float limit = filters ? limit_of(shared, wanted, scale, of_thread) : scale.greatest;
-  if (filters && !(limit > minus_infinity())) return false;
+  float limit = scale.greatest;
+  if (filters) {
+    limit = limit_of(shared, wanted, scale, of_thread);
+    if (!(limit > minus_infinity())) return false;
+    limit = fmaxf(limit, row_strips.floor);
+  }
 
   unsigned long long below = 0;  // what all that is not read weighs at most
-  for_each_strip(greatest, strips, [&](int strip, float its) {
+  for_each_strip(row_strips.greatest, strips, [&](int strip, float its) {
     if (its >= limit && its > minus_infinity()) {
       const uint32_t at = atomicAdd(&shared.listed_strips, 1u);
       if (at < kMostStrips) shared.strips[at] = strip;
@@ -218,9 +197,10 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
   uint32_t bound = 1;  // 0 is no key
   if (filters && wanted.top_k > 0) {
     find_keys(shared, listed, 1, wanted.top_k, wanted.top_k);
-    bound = shared.found[0];
+    // NOTE: min_p may have left less than top_k.
+    if (shared.found[0] != 0) bound = shared.found[0];
   }
-  if (filters && wanted.top_p < 1.0f) {
+  if (filters && wanted.weighs()) {
     const unsigned long long weight = own >= bound ? scale.weight_of_key(own) : 0;
     sum = block_sum_of(shared.sums[0], weighs_all ? sum : weight);
     below = block_sum_of(shared.sums[1], below);
@@ -273,9 +253,17 @@ __global__ void __launch_bounds__(kThreads, 2) strips_kernel(const GumbelSample 
 
 namespace gpu {
 
-gpuError strips_sample(const GumbelSample& p, uint32_t* done, gpuStream stream) {
-  return gpu_launch_after(&strips_kernel, dim3(static_cast<unsigned>(p.draws.batch)),
-                          dim3(kThreads), stream, p, done);
+int64_t strips_workspace(const GumbelSample& p) {
+  return p.draws.batch * static_cast<int64_t>(sizeof(uint32_t));
+}
+
+gpuError strips_sample(const GumbelSample& given, const ClusterPolicy& policy, gpuStream stream) {
+  GumbelSample p = given;
+  uint32_t* done = static_cast<uint32_t*>(p.workspace);
+  p.done = done;
+  const gpuError error = gpu_launch_after(
+      &strips_kernel, dim3(static_cast<unsigned>(p.draws.batch)), dim3(kThreads), stream, p, done);
+  return error != gpuSuccess ? error : cluster_sample(p, policy, stream);
 }
 
 }  // namespace gpu

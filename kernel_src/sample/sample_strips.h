@@ -2,13 +2,14 @@
 #pragma once
 
 #include "common/gpu_compat.h"
-#include "sample/sample.h"
+#include "sample/sample_policy.h"
 
 namespace fuselage {
 namespace gpu {
 
-// Draws the rows whose filters leave few logits, and sets done[row] to 1; and to 0 for the others. p.strips is there.
-gpuError strips_sample(const GumbelSample& p, uint32_t* done, gpuStream stream);
+int64_t strips_workspace(const GumbelSample& p);
+// For p.strips, and policies with blocks: rows whose filters leave too much are a cluster's.
+gpuError strips_sample(const GumbelSample& p, const ClusterPolicy& policy, gpuStream stream);
 
 }  // namespace gpu
 }  // namespace fuselage

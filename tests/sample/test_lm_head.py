@@ -391,11 +391,8 @@ def test_filters_and_log_probabilities(fuselage, device, dtype):
         assert (filtered[row] - (kept / kept.sum())[tokens[row]].log()).abs().max() < SLACK
 
 
-# Logits of the rows of `of_kinds`, exactly: each column of the weight is one, and hidden chooses it.
-KINDS = ("normal", "coarse", "equal", "wide", "likely", "ascending", "near", "strip")
-
-
 def of_kinds(vocab: int) -> torch.Tensor:
+    """A weight of which each column is the logits of the hidden that is one there."""
     flat = torch.randn(vocab)
     likely = flat.clone()
     likely[torch.randperm(vocab)[:40]] += torch.linspace(6.0, 14.0, 40)
@@ -432,14 +429,20 @@ def test_filters_draw_as_from_all_logits(fuselage, device, dtype, options):
             given = {"temperature": temperature, "num_samples": 4, "seed": 6, **given, **options}
             tokens = fuselage.lm_head_sample(hidden, weight, **given)
             of_all = fuselage.lm_head_sample(hidden, weight, return_logprobs=True, **given)
-            assert torch.equal(tokens, of_all.tokens), (KINDS, tokens == of_all.tokens)
+            assert torch.equal(tokens, of_all.tokens), (tokens != of_all.tokens).nonzero()
             assert ("bias" not in given) or not bias[tokens].isinf().any()
-    # A row alone, and many of them.
-    rows = hidden.repeat(20, 1)
-    given = {"num_samples": 4, "seed": torch.arange(160, device=device) // 8, **options}
-    many = fuselage.lm_head_sample(rows, weight, **given)
-    alone = fuselage.lm_head_sample(rows[84:85], weight, **{**given, "seed": given["seed"][84:85]})
-    assert torch.equal(many[84:85], alone)
+    # A row alone, and many of them, of which those below a floor are not written.
+    temperature = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0, 1.0, 0.7, 1.0] * 36, device=device)
+    for batch in (20, 64, 288) if device == "cuda" else (20,):
+        given = {"num_samples": 4, "temperature": temperature[:batch], **options}
+        seed = torch.arange(batch, device=device) // 8
+        rows = hidden.repeat(batch // 8 + 1, 1)[:batch]
+        many = fuselage.lm_head_sample(rows, weight, seed=seed, **given)
+        of_all = fuselage.lm_head_sample(rows, weight, seed=seed, return_logprobs=True, **given)
+        assert torch.equal(many, of_all.tokens), (batch, (many != of_all.tokens).nonzero())
+        given["temperature"] = temperature[batch - 1 : batch]
+        alone = fuselage.lm_head_sample(rows[-1:], weight, seed=seed[-1:], **given)
+        assert torch.equal(many[-1:], alone), batch
 
 
 def test_filters_of_each_row_advance_its_offset(fuselage, device):
@@ -454,9 +457,9 @@ def test_filters_of_each_row_advance_its_offset(fuselage, device):
         "temperature": torch.tensor([1.0, 1.5, 0.5, 1.0, 0.0, 1.0, 2.0, 1.0], device=device),
     }
     for names in (("top_k", "top_p", "min_p"), ("top_p",), ("top_p", "min_p"), ("min_p",)):
-        for rows in (slice(0, 8), slice(0, 1), slice(3, 4)):
+        for rows in (list(range(8)), [0], [3], [5, 1, 2, 3, 4, 0, 7, 6] * 5):
             given = {n: options[n][rows] for n in (*names, "temperature")}
-            count = hidden[rows].shape[0]
+            count = len(rows)
             for size in {1, count}:
                 seed = torch.arange(size, device=device)
                 offsets = [torch.arange(size, device=device) + 5 for _ in range(2)]

@@ -283,41 +283,6 @@ void run(const char* op, LmHeadSample& p, const Tensor& x) {
 #endif
 }
 
-// The logits of a head, and the greatest of their strips where the kernel leaves them.
-struct HeadLogits {
-  Tensor logits;
-  OptionalTensor strips;
-};
-
-// Rows start on boundaries of 32 bytes, so that they are read as whole vectors.
-HeadLogits logits_of(const char* op, const LmHead& head, const Tensor& x) {
-  const auto rows_of_whole_vectors = [&](int64_t size) {
-    return empty_2d(head.batch, (size + 7) / 8 * 8, ScalarType::Float, x);
-  };
-  HeadLogits out{rows_of_whole_vectors(head.vocab), std::nullopt};
-  if (out.logits.numel() == 0) return out;
-  if (x.is_cpu()) {
-    logits_cpu(head, floats_in(out.logits), out.logits.size(1));
-    return out;
-  }
-#if defined(FUSELAGE_GPU)
-  const int32_t device = x.get_device_index();
-  const OnDevice on_device(device);
-  gpu::HeadLogits to{floats_in(out.logits), out.logits.size(1), nullptr, 0};
-  if (gpu::lm_head_has_strips(head, device)) {
-    out.strips = rows_of_whole_vectors((head.vocab + kStrip - 1) / kStrip);
-    to.strips = floats_in(*out.strips);
-    to.strips_stride = out.strips->size(1);
-  }
-  const int64_t bytes = gpu::lm_head_logits_workspace(head, device);
-  const Tensor workspace = bytes == 0 ? out.logits : workspace_of(bytes, x);
-  const char* error =
-      gpu::lm_head_logits(head, to, workspace.mutable_data_ptr(), device, on_device.stream());
-  FUSELAGE_CHECK(op, error == nullptr, error);
-#endif
-  return out;
-}
-
 // A draw from the head: without filters and sums its logits are never in memory.
 void draw_from_head(const char* op, const LmHead& head, const Draws& draws, const Filters& filters,
                     const DrawResults& results, const Tensor& hidden) {
@@ -325,18 +290,40 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
     LmHeadSample p{head, draws, results, nullptr};
     return run(op, p, hidden);
   }
-  const HeadLogits of_head = logits_of(op, head, hidden);
+  // Rows start on boundaries of 32 bytes, so that they are read as whole vectors.
+  const auto whole_vectors = [&](int64_t size) {
+    return empty_2d(head.batch, (size + 7) / 8 * 8, ScalarType::Float, hidden);
+  };
+  const Tensor logits = whole_vectors(head.vocab);
+  OptionalTensor strips, floors;
   GumbelSample p{};
   p.draws = draws;
   p.filters = filters;
-  p.logits = of_head.logits.const_data_ptr();
+  p.logits = logits.const_data_ptr();
   p.dtype = DType::float32;
-  p.stride = of_head.logits.size(1);
-  if (of_head.strips.has_value()) {
-    p.strips = static_cast<const float*>(of_head.strips->const_data_ptr());
-    p.strips_stride = of_head.strips->size(1);
-  }
+  p.stride = logits.size(1);
   p.results = results;
+  if (logits.numel() > 0 && hidden.is_cpu()) logits_cpu(head, floats_in(logits), p.stride);
+#if defined(FUSELAGE_GPU)
+  if (logits.numel() > 0 && !hidden.is_cpu()) {
+    const int32_t device = hidden.get_device_index();
+    const OnDevice on_device(device);
+    if (gpu::takes_strips(head, p, device)) {
+      strips = whole_vectors((head.vocab + kStrip - 1) / kStrip);
+      p.strips = {floats_in(*strips), strips->size(1), nullptr};
+      if (head.batch >= kFloorsFrom) {
+        floors = empty_2d(2, head.batch, ScalarType::Int, hidden);
+        p.strips.floors = static_cast<uint32_t*>(floors->mutable_data_ptr());
+      }
+    }
+    const gpu::HeadLogits out{floats_in(logits), p.stride, p.strips, filters, draws.temperature};
+    const int64_t bytes = gpu::lm_head_logits_workspace(head, device);
+    const Tensor workspace = bytes == 0 ? logits : workspace_of(bytes, hidden);
+    const char* error =
+        gpu::lm_head_logits(head, out, workspace.mutable_data_ptr(), device, on_device.stream());
+    FUSELAGE_CHECK(op, error == nullptr, error);
+  }
+#endif
   run(op, p, hidden);
 }
 
