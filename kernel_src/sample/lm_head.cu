@@ -35,14 +35,6 @@ struct HeadOutput {
 
 // ---- from a sum to a logit ----
 
-__device__ __forceinline__ float head_bias(const LmHead& p, int64_t vocab) {
-  switch (p.bias_dtype) {
-    case DType::float32: return static_cast<const float*>(p.bias)[vocab];
-    case DType::float16: return to_float(static_cast<const float16*>(p.bias)[vocab]);
-    default: return to_float(static_cast<const bfloat16*>(p.bias)[vocab]);
-  }
-}
-
 __device__ __forceinline__ float product(float a, float b) {
 #if defined(USE_ROCM)
   return __builtin_fmaf(a, b, -0.0f);
@@ -53,7 +45,7 @@ __device__ __forceinline__ float product(float a, float b) {
 
 __device__ __forceinline__ float logit_of_sum(const LmHead& p, float sum, int64_t vocab) {
   if (p.weight_scale != nullptr) sum = product(sum, p.weight_scale[p.scale_per_row ? vocab : 0]);
-  if (p.bias != nullptr) sum += head_bias(p, vocab);
+  if (p.bias != nullptr) sum += element_of(p.bias, p.bias_dtype, vocab);
   if (p.softcap != 0.0f) sum = soft_capped<SampleMath>(sum, p.softcap);
   return sum;
 }

@@ -516,14 +516,6 @@ __device__ __forceinline__ void exchange_least(const HeadDraw& p, const Columns&
   together();
 }
 
-__device__ __forceinline__ float bias_at(const void* bias, DType dtype, int row) {
-  if (dtype == DType::float32) return static_cast<const float*>(bias)[row];
-  if (dtype == DType::bfloat16) {
-    return __bfloat162float(static_cast<const __nv_bfloat16*>(bias)[row]);
-  }
-  return __half2float(static_cast<const __half*>(bias)[row]);
-}
-
 // Tells the producers of all blocks of the cluster that a warp's products have read a stage.
 template <int kCluster>
 __device__ __forceinline__ void free_stage(uint32_t empty, int lane) {
@@ -949,9 +941,9 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
       }
       if (p.bias != nullptr) {
         const float upper_bias =
-            has_upper && warp < tile.units ? bias_at(p.bias, p.bias_dtype, upper) : 0.0f;
+            has_upper && warp < tile.units ? element_of(p.bias, p.bias_dtype, upper) : 0.0f;
         const float lower_bias =
-            has_lower && warp < tile.units ? bias_at(p.bias, p.bias_dtype, lower) : 0.0f;
+            has_lower && warp < tile.units ? element_of(p.bias, p.bias_dtype, lower) : 0.0f;
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) logits[i] += i & 2 ? lower_bias : upper_bias;
       }

@@ -95,6 +95,15 @@ struct RowStrips {
   }
 };
 
+// Of a tensor whose type only the run tells, such as a bias.
+__device__ __forceinline__ float element_of(const void* data, DType dtype, int64_t i) {
+  switch (dtype) {
+    case DType::float32: return static_cast<const float*>(data)[i];
+    case DType::float16: return to_float(static_cast<const float16*>(data)[i]);
+    default: return to_float(static_cast<const bfloat16*>(data)[i]);
+  }
+}
+
 // ---- candidates ----
 
 // The best of some of a row's logits; index is that of the shard, or kNoIndex.

@@ -14,14 +14,6 @@ namespace fuselage {
 
 // ---- logits ----
 
-__device__ __forceinline__ float element_of(const void* data, DType dtype, int64_t i) {
-  switch (dtype) {
-    case DType::float32: return static_cast<const float*>(data)[i];
-    case DType::float16: return to_float(static_cast<const float16*>(data)[i]);
-    default: return to_float(static_cast<const bfloat16*>(data)[i]);
-  }
-}
-
 // kSampleVector logits of a row on their way, as whole vectors of 16 bytes.
 template <typename T>
 struct LogitLoading {
