@@ -19,8 +19,8 @@
 // this one puts hidden's columns in that order, and into tiles.
 //
 // For filters logits are written, with the greatest of each strip of 16, which tells sample_strips.cu what it need not
-// read. But writes take time from the reads of weights: what the first tiles have tells a floor of each row, and
-// strips below it are not written.
+// read. But writes take time from the reads of weights: the tiles before tell a floor of each row, and strips below it
+// are not written.
 //
 // A logit is accumulated in the order of the depth, whatever the batch and the tile. The greatest score, of
 // equals that of the lowest index, has no order. So a draw depends on neither.
@@ -85,6 +85,9 @@ struct Columns {
   uint32_t* greedy;
   float* least;              // [samples]: scores below this cannot win
   unsigned long long* best;  // [samples]: key of the score, and the complement of the row
+  // Where logits are written, in the place of these: its greatest, and in that of `least` the floor below which strips
+  // are left out.
+  float* greatest;
 };
 
 constexpr int columns_bytes(int columns, int samples) {
@@ -147,8 +150,9 @@ struct HeadDraw {
   const void* bias;
   DType bias_dtype;
   float softcap;
-  HeadLogits out;     // instead of a draw, unless its logits are null
-  uint32_t* arrived;  // 0: warps that have written their first strips, for the floors; or null
+  HeadLogits out;  // instead of a draw, unless its logits are null
+  bool finds_floors;
+  uint32_t* arrived;               // 0: warps that have written their first strips
   unsigned long long* candidates;  // [blocks, num_samples, columns]
   uint32_t* shared_least;  // [num_samples, columns]: keys of scores below which none can win;
                            // [num_samples]: blocks that have shared those of their first tiles
@@ -582,6 +586,8 @@ __device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& c
       strips.greatest[(int64_t{p.batch_start} + column) * strips.stride +
                       (upper - (lane >> 2)) / kStrip] = of_strip;
       written = of_strip >= const_cast<const volatile float*>(columns.least)[column];
+      if (of_strip > const_cast<const volatile float*>(columns.greatest)[column])
+        raise(columns.greatest + column, of_strip);
     }
     const uint32_t all_written = __ballot_sync(0xffffffffu, written) >> (lane & 3);
 #pragma unroll
@@ -615,41 +621,39 @@ __device__ __forceinline__ Tile tile_of(const HeadDraw& p, int number) {
 constexpr int kGroupsEach = 4;
 constexpr int kFloorGroups = kGroupsEach * kNoiseThreads;
 constexpr int kMostOfGroups = kFloorGroups * 2 / 3;
-constexpr int kFloorColumns = 32;  // fewer leave no room for them
+constexpr int kFloorColumns = 32;  // fewer leave no room for what is kept in the place of noise
 
-struct FloorWords {
-  float greatest[kNoiseWarps];
-  uint32_t key, there;
+// Where logits are written, the warps that otherwise make noise find floors. Whether these come in time does not
+// matter.
+struct Floors {
+  float groups[kFloorGroups];
+  uint32_t key;      // of a column
+  uint32_t arrived;  // whether all first strips are there
+  uint32_t ended;    // warps that have no tile left
 };
 
-// Where logits are written, the warps that otherwise make noise find a row's floor when all blocks have written the
-// strips of their first tiles. As many of these as top_k are not below that of top_k: strips are dealt into groups,
-// and the top_k greatest of the groups' greatest are as many. The greatest logit can only make min_p's bound greater.
-// Whether they come in time does not matter.
+// The floors of top_k, of columns that the blocks deal out, from the strips of all first tiles. As many as top_k are
+// not below: strips are dealt into groups, and the top_k greatest of the groups' greatest are as many.
 template <int kMultiplyingWarps>
-__device__ __forceinline__ void find_floors(const HeadDraw& p, const Columns& columns,
-                                            float* groups, int thread) {
+__device__ __forceinline__ void find_top_k_floors(const HeadDraw& p, Floors& shared, int thread) {
   constexpr int kPatience = 400;
-  constexpr int kNap = 500;  // ns
-  FloorWords& words = *reinterpret_cast<FloorWords*>(groups + kFloorGroups);
   const auto together = [] { asm volatile("bar.sync 2, %0;" ::"n"(kNoiseThreads) : "memory"); };
-  const int lane = thread % 32;
   if (thread == 0) {
     const volatile uint32_t* arrived = p.arrived;
     const uint32_t all = gridDim.x * kMultiplyingWarps;
-    for (int i = 0; i < kPatience && *arrived < all; ++i) __nanosleep(kNap);
-    words.there = *arrived >= all;
+    for (int i = 0; i < kPatience && *arrived < all; ++i) __nanosleep(500);
+    shared.arrived = *arrived >= all;
     __threadfence();
   }
   together();
-  uint32_t* floors = p.out.strips.floors + p.batch_start;
+  if (shared.arrived == 0) return;
   const int strips = tile_of(p, gridDim.x).row / kStrip;
-  for (int column = blockIdx.x; column < p.batch && words.there != 0; column += gridDim.x) {
+  for (int column = blockIdx.x; column < p.batch; column += gridDim.x) {
     const int64_t row = int64_t{p.batch_start} + column;
+    const int64_t top_k = Wanted(p.out.filters, p.vocab, row).top_k;
+    if (top_k == 0 || top_k > kMostOfGroups) continue;
     const float* greatest = p.out.strips.greatest + row * p.out.strips.stride;
-    const Heat heat = heat_of(p.out.temperature, row);
-    const Wanted wanted(p.out.filters, p.vocab, row);
-    float own[kGroupsEach], of_thread = -INFINITY;
+    float own[kGroupsEach];
 #pragma unroll
     for (int i = 0; i < kGroupsEach; ++i) own[i] = -INFINITY;
     for (int first = thread; first < strips; first += kFloorGroups) {
@@ -661,45 +665,60 @@ __device__ __forceinline__ void find_floors(const HeadDraw& p, const Columns& co
     }
     together();  // the column before is done
 #pragma unroll
-    for (int i = 0; i < kGroupsEach; ++i) {
-      groups[i * kNoiseThreads + thread] = own[i];
-      of_thread = fmaxf(of_thread, own[i]);
-    }
-    of_thread = warp_greatest(of_thread);
-    if (lane == 0) words.greatest[thread / 32] = of_thread;
-    if (thread == 0) words.key = 0xffffffffu;
+    for (int i = 0; i < kGroupsEach; ++i) shared.groups[i * kNoiseThreads + thread] = own[i];
+    if (thread == 0) shared.key = 0xffffffffu;
     together();
-    const Scale scale{fmaxf(fmaxf(words.greatest[0], words.greatest[1]), words.greatest[2]),
-                      heat.inv_temperature};
-    static_assert(kNoiseWarps == 3, "three maxima");
-    uint32_t floor = kKeyOfMinusInfinity;
-    if (heat.greedy) {
-      floor = key_of<SampleMath>(scale.greatest);
-    } else if (scale.greatest > -INFINITY) {
-      if (wanted.top_k > 0 && wanted.top_k <= kMostOfGroups) {
-        uint32_t key = 0xffffffffu;
+    uint32_t key = 0xffffffffu;
 #pragma unroll
-        for (int i = 0; i < kGroupsEach; ++i) {
-          if (count_greater(groups, kFloorGroups, own[i]) < wanted.top_k)
-            key = min(key, key_of<SampleMath>(own[i]));
-        }
-        key = __reduce_min_sync(0xffffffffu, key);
-        if (lane == 0) atomicMin(&words.key, key);
-        together();
-        floor = words.key;
-      }
-      // top_p is of what top_k leaves, whether min_p leaves it or not, or else of all that has weight.
-      if (wanted.weighs_all()) floor = warp_key_at_distance(scale, kNoWeight);
-      if (!wanted.weighs()) floor = max(floor, warp_key_at_distance(scale, wanted.farthest));
+    for (int i = 0; i < kGroupsEach; ++i) {
+      if (count_greater(shared.groups, kFloorGroups, own[i]) < top_k)
+        key = min(key, key_of<SampleMath>(own[i]));
     }
-    if (thread == 0) *const_cast<volatile uint32_t*>(floors + column) = floor;
+    key = __reduce_min_sync(0xffffffffu, key);
+    if (thread % 32 == 0) atomicMin(&shared.key, key);
+    together();
+    if (thread == 0) atomicMax(p.out.strips.floors + row, shared.key);
   }
-  for (int column = thread; column < p.batch; column += kNoiseThreads) {
-    const volatile uint32_t* floor = floors + column;
-    for (int i = 0; i < kPatience && words.there != 0 && *floor == 0; ++i) __nanosleep(kNap);
-    const uint32_t key = *floor;
-    if (key != 0)
-      const_cast<volatile float*>(columns.least)[column] = value_of_key<SampleMath>(key);
+}
+
+// The least distance from the greatest logit that a row's filters look at, where that is all there is to them; -inf
+// otherwise. top_p is of what top_k leaves, whether min_p leaves it or not, or else of all that has weight.
+__device__ __forceinline__ float least_distance(const HeadDraw& p, const Heat& heat, int64_t row) {
+  const Wanted wanted(p.out.filters, p.vocab, row);
+  return heat.greedy           ? 0.0f
+         : wanted.weighs_all() ? kNoWeight
+         : wanted.weighs()     ? -INFINITY
+                               : wanted.farthest;
+}
+
+// Raises the floors as greater logits come, and takes those of other blocks, as long as there are tiles.
+template <int kColumns, int kMultiplyingWarps>
+__device__ __forceinline__ void keep_floors(const HeadDraw& p, const Columns& columns,
+                                            Floors& shared, int thread) {
+  constexpr int kEach = (kColumns + kNoiseThreads - 1) / kNoiseThreads;
+  float seen[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) seen[i] = -INFINITY;
+  while (*const_cast<volatile uint32_t*>(&shared.ended) < kMultiplyingWarps) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int column = i * kNoiseThreads + thread;
+      if (column >= p.batch) break;
+      const int64_t row = int64_t{p.batch_start} + column;
+      uint32_t* floor = p.out.strips.floors + row;
+      const float greatest = const_cast<const volatile float*>(columns.greatest)[column];
+      if (greatest > seen[i]) {
+        seen[i] = greatest;
+        const Heat heat = heat_of(p.out.temperature, row);
+        const float distance = least_distance(p, heat, row);
+        if (distance > -INFINITY)
+          atomicMax(floor, key_at_distance<SampleMath>(distance, greatest, heat.inv_temperature));
+      }
+      const uint32_t key = *const_cast<volatile uint32_t*>(floor);
+      if (key != 0)
+        const_cast<volatile float*>(columns.least)[column] = value_of_key<SampleMath>(key);
+    }
+    __nanosleep(2000);
   }
 }
 
@@ -727,11 +746,12 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
   columns.noise = reinterpret_cast<uint4*>(shared + kStages * kStageBytes);
   columns.best = reinterpret_cast<unsigned long long*>(columns.noise + kColumns);
   columns.least = reinterpret_cast<float*>(columns.best + kSamples * kColumns);
-  columns.inverse = columns.least + kSamples * kColumns;
+  columns.inverse = columns.greatest = columns.least + kSamples * kColumns;
   columns.offset = reinterpret_cast<uint32_t*>(columns.inverse + kColumns);
   columns.greedy = columns.offset + kColumns;
   uint16_t* codes =
       reinterpret_cast<uint16_t*>(columns.greedy + kColumns);  // [blocks of 4 rows, columns]
+  Floors& floors = *reinterpret_cast<Floors*>(codes);          // instead
   uint32_t* queues = reinterpret_cast<uint32_t*>(codes) + noise_bytes(kColumns, kNarrow) / 4;
   const uint32_t full =
       shared_address(queues + queue_bytes(kColumns, kNarrow) / 4);  // [stages] by copies
@@ -771,7 +791,8 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
     }
   }
   for (int column = threadIdx.x; column < kColumns && p.out.logits != nullptr; column += kThreads)
-    columns.least[column] = -INFINITY;
+    columns.least[column] = columns.greatest[column] = -INFINITY;
+  if (kColumns >= kFloorColumns && threadIdx.x == 0 && p.finds_floors) floors.ended = 0;
   __syncthreads();
   if (kCluster > 1) cluster_barrier();
 
@@ -825,9 +846,10 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
         }
       }
     }
-    if (warp > kMultiplyingWarps && p.arrived != nullptr) {
-      find_floors<kMultiplyingWarps>(p, columns, reinterpret_cast<float*>(codes),
-                                     threadIdx.x - 32 * (kMultiplyingWarps + 1));
+    if (kColumns >= kFloorColumns && warp > kMultiplyingWarps && p.finds_floors) {
+      const int thread = threadIdx.x - 32 * (kMultiplyingWarps + 1);
+      if (p.out.filters.has_top_k) find_top_k_floors<kMultiplyingWarps>(p, floors, thread);
+      keep_floors<kColumns, kMultiplyingWarps>(p, columns, floors, thread);
     }
     if (warp > kMultiplyingWarps && p.out.logits == nullptr) {
       const int thread = threadIdx.x - 32 * (kMultiplyingWarps + 1);
@@ -953,7 +975,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
         } else if (warp < tile.units) {
           write_logits<true>(p, columns, logits, upper, has_upper, has_lower, lane);
         }
-        if (p.arrived != nullptr && number < gridDim.x) {
+        if (p.finds_floors && p.out.filters.has_top_k && number < gridDim.x) {
           __threadfence();
           __syncwarp();
           if (lane == 0) atomicAdd(p.arrived, 1u);
@@ -992,6 +1014,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
         if (lane == 0) barrier_arrive(noise_empty);
       }
     }
+    if (kColumns >= kFloorColumns && p.finds_floors && lane == 0) atomicAdd(&floors.ended, 1u);
   }
   __syncthreads();
   if (p.out.logits == nullptr) {
@@ -1214,12 +1237,11 @@ const char* launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles, int bloc
   const auto kernel = lm_head_kernel<T, kColumns, kCluster, kNarrow>;
   gpuError error = gpu_allow_shared_bytes(kernel, kShared);
   if (error != gpuSuccess) return message_of(gpu_launched(error));
-  // The floors have to come before the last tiles.
-  static_assert(kColumns < kFloorColumns ||
-                    noise_bytes(kColumns, kNarrow) >= kFloorGroups * 4 + int{sizeof(FloorWords)},
-                "they take the place of noise");
-  if (kColumns >= kFloorColumns && p.out.strips.floors != nullptr && p.tiles > blocks)
-    p.arrived = p.out.strips.floors + head.batch + p.batch_start;
+  static_assert(kColumns < kFloorColumns || noise_bytes(kColumns, kNarrow) >= sizeof(Floors),
+                "floors take the place of noise");
+  // They are for the tiles after the first ones.
+  p.finds_floors = kColumns >= kFloorColumns && p.out.strips.floors != nullptr && p.tiles > blocks;
+  if (p.finds_floors) p.arrived = p.out.strips.floors + head.batch + p.batch_start;
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {kCluster, 1, 1};
