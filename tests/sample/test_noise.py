@@ -214,9 +214,15 @@ def test_the_default_does_not_repeat_in_a_new_process_seed(fuselage, device):
 
 
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "return_logprobs": True}])
-def test_replays_of_a_cuda_graph_draw_anew(fuselage, device, options):
-    hidden, head = torch.randn(4, 64, device=device), torch.zeros(5000, 64, device=device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"top_p": 0.9, "return_logprobs": True}, {"top_k": 30}, {"min_p": 0.01}],
+    ids=str,
+)
+def test_replays_of_a_cuda_graph_draw_anew(fuselage, device, dtype, options):
+    hidden = torch.randn(20, 64, device=device, dtype=dtype)
+    head = 0.2 * torch.randn(40_000, 64, device=device, dtype=dtype)
     seed, offset = torch.tensor([9], device=device), torch.tensor([0], device=device)
 
     def call(offset):
