@@ -558,21 +558,19 @@ __device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& c
                                              const float (&logits)[kCount], int upper,
                                              bool has_upper, bool has_lower, int lane) {
   static_assert(kUnitRows == kStrip, "a warp has a strip");
-  constexpr int kAtOnce = kCount > 64 ? 2 : 4;  // turns, of 8 columns: as many as registers hold
+  constexpr int kTurns = kCount / 4;            // of 8 columns
+  constexpr int kAtOnce = kCount > 64 ? 2 : 4;  // turns: as many as registers hold
   constexpr int kShift = kAtOnce == 4 ? 2 : 3;  // of the bits of a lane that choose one of them
   const Strips& strips = p.out.strips;
   const int first = 2 * (lane & 3);
+  const int chosen = lane >> kShift, own_column = 8 * (chosen / 2) + first + chosen % 2;
   float* to = p.out.logits + (int64_t{p.batch_start} + first) * p.out.stride + upper;
-#pragma unroll 1
-  for (int turns = 0; turns < kCount / 4; turns += kAtOnce) {
-    float taken[kAtOnce][4], greatest[2 * kAtOnce];
+  float* greatest_to = strips.greatest + (int64_t{p.batch_start} + own_column) * strips.stride +
+                       (upper - (lane >> 2)) / kStrip;
+  const auto write = [&](const float(&taken)[kAtOnce][4], int turns) {
+    float greatest[2 * kAtOnce];
 #pragma unroll
     for (int t = 0; t < kAtOnce; ++t) {
-      if (turns + t < kCount / 4) take_turn(logits, turns + t, taken[t]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (kCapped) taken[t][i] = soft_capped<SampleMath>(taken[t][i], p.softcap);
-      }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         greatest[2 * t + i] =
@@ -580,27 +578,51 @@ __device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& c
       }
     }
     const float of_strip = fmaxf(greatest_of_lanes(greatest, lane), -INFINITY);
-    const int chosen = lane >> kShift, column = 8 * (turns + chosen / 2) + first + chosen % 2;
+    const int column = 8 * turns + own_column;
     bool written = column < p.batch;
     if (strips.greatest != nullptr && written) {
-      strips.greatest[(int64_t{p.batch_start} + column) * strips.stride +
-                      (upper - (lane >> 2)) / kStrip] = of_strip;
+      greatest_to[8 * turns * strips.stride] = of_strip;
       written = of_strip >= const_cast<const volatile float*>(columns.least)[column];
       if (of_strip > const_cast<const volatile float*>(columns.greatest)[column])
         raise(columns.greatest + column, of_strip);
     }
-    const uint32_t all_written = __ballot_sync(0xffffffffu, written) >> (lane & 3);
+    uint32_t all_written = __ballot_sync(0xffffffffu, written);
+    if (all_written == 0) return;
+    all_written >>= lane & 3;
 #pragma unroll
     for (int t = 0; t < kAtOnce; ++t) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float* at = to + (8 * t + i) * p.out.stride;
+        float* at = to + (8 * (turns + t) + i) * p.out.stride;
         const bool its = all_written >> ((2 * t + i) << kShift) & 1;
         if (its && has_upper) at[0] = taken[t][i];
         if (its && has_lower) at[8] = taken[t][i + 2];
       }
     }
-    to += 8 * kAtOnce * p.out.stride;
+  };
+  float taken[kAtOnce][4];
+  if (kCapped) {
+#pragma unroll 1
+    for (int turns = 0; turns < kTurns; turns += kAtOnce) {
+#pragma unroll
+      for (int t = 0; t < kAtOnce; ++t) {
+        if (turns + t < kTurns) take_turn(logits, turns + t, taken[t]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) taken[t][i] = soft_capped<SampleMath>(taken[t][i], p.softcap);
+      }
+      write(taken, turns);
+    }
+  } else {
+#pragma unroll
+    for (int turns = 0; turns < kTurns; turns += kAtOnce) {
+#pragma unroll
+      for (int t = 0; t < kAtOnce; ++t) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          taken[t][i] = turns + t < kTurns ? logits[4 * (turns + t) % kCount + i] : -INFINITY;
+      }
+      write(taken, turns);
+    }
   }
 }
 
