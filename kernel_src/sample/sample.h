@@ -80,14 +80,14 @@ struct DrawResults {
 // What is known of a row's strips. Those whose greatest logit is below the row's floor are not in memory: no filter
 // leaves any of their logits, nor looks for one.
 struct Strips {
-  float*
-      greatest;  // [batch, ceil(vocab / kStrip)], -inf where all are NaN, rows in multiples of 16 bytes; or null
+  // [batch, ceil(vocab / kStrip)], -inf where all are NaN, rows in multiples of 16 bytes; or null.
+  float* greatest;
   int64_t stride;
-  uint32_t*
-      floors;  // [2 * batch]: of the first half a row's key, or 0; the other is the head's own; or null
+  // [2 * batch]: a row's key, or 0; the other half is for the head to count in. Or null.
+  uint32_t* floors;
 };
 
-// Rows of a batch for floors: what fewer write hardly counts.
+// Rows of a batch from which on there are floors: what fewer write hardly counts.
 constexpr int64_t kFloorsFrom = 17;
 
 struct GumbelSample {
