@@ -378,6 +378,14 @@ inline gpuError gpu_launched(gpuError error) {
   return error;
 }
 
+inline gpuError gpu_clear(void* memory, size_t bytes, gpuStream stream) {
+#if defined(USE_ROCM)
+  return hipMemsetAsync(memory, 0, bytes, stream);
+#else
+  return cudaMemsetAsync(memory, 0, bytes, stream);
+#endif
+}
+
 // Of a kernel's own shared arrays, which count too towards the 48 KB that every block may have.
 constexpr int kMostArrayBytes = 8 * 1024;
 

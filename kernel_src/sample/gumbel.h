@@ -65,6 +65,13 @@ FUSELAGE_SAMPLE PhiloxWords noise_words(const NoiseKey& key, int64_t block, int 
                 key.offset[0], key.offset[1], key.key[0], key.key[1]);
 }
 
+// Of the block's words, that of a logit. NOTE: words in registers have no run-time index.
+FUSELAGE_SAMPLE uint32_t word_of_index(const PhiloxWords& noise, int64_t index) {
+  const uint32_t even = index & 2 ? noise.words[2] : noise.words[0];
+  const uint32_t odd = index & 2 ? noise.words[3] : noise.words[1];
+  return index & 1 ? odd : even;
+}
+
 // ---- logarithms ----
 
 // exponent * log(2) + log(1 + f) for |f| <= 1/3. The polynomial, of (log(1 + f) - f) / f^2, has a relative

@@ -277,8 +277,7 @@ __device__ __forceinline__ Search search_of(const GumbelSample& p, int64_t row,
   int wanted_bin = -1;
   uint32_t key = 0;
   if (filter == Filter::top_k) {
-    const RowInts& option = p.filters.top_k;
-    const int64_t k = option.values == nullptr ? option.value : option.values[row * option.stride];
+    const int64_t k = option_of(p.filters.top_k, row);
     if (k >= 1 && static_cast<unsigned long long>(k) < all) wanted_count = k;
   } else if (filter == Filter::top_p) {
     const float share = option_of(p.filters.top_p, row);

@@ -10,16 +10,6 @@
 
 namespace fuselage {
 
-// ---- clusters ----
-
-// Waits for all threads of all blocks of the cluster.
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n"
-      "barrier.cluster.wait.acquire.aligned;" ::
-          : "memory");
-}
-
 // ---- registers ----
 
 // The registers of each thread of a warpgroup, all of which call this.

@@ -81,8 +81,7 @@ __device__ __forceinline__ void fetch_floors(const LmHead& p, const HeadOutput& 
   for (int b = threadIdx.x; b < columns; b += blockDim.x) {
     if (first_row + b >= p.batch) return;
     const volatile uint32_t* floors = out.floors;  // which other blocks write
-    const uint32_t key = floors[(first_row + b) * out.draws.num_samples + sample];
-    options[b].floor = key == 0 ? minus_infinity() : value_of_key<SampleMath>(key);
+    options[b].floor = value_or_none(floors[(first_row + b) * out.draws.num_samples + sample]);
   }
 }
 
@@ -767,14 +766,6 @@ __global__ void __launch_bounds__(kPlainThreads, 2)
 }
 
 // ---- launchers ----
-
-gpuError gpu_clear(void* memory, size_t bytes, gpuStream stream) {
-#if defined(USE_ROCM)
-  return hipMemsetAsync(memory, 0, bytes, stream);
-#else
-  return cudaMemsetAsync(memory, 0, bytes, stream);
-#endif
-}
 
 int64_t tiles_of(const LmHead& p) { return ceil_div(p.vocab, kHeadRows); }
 

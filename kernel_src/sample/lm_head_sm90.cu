@@ -296,10 +296,8 @@ __device__ __forceinline__ void score_queued(const HeadDraw& p, const Columns& c
       const uint4 key = columns.noise[column];
       const PhiloxWords noise = philox(static_cast<uint32_t>(index >> 2), key.z + sample, key.w,
                                        columns.offset[column], key.x, key.y);
-      const uint32_t even = index & 2 ? noise.words[2] : noise.words[0];
-      const uint32_t odd = index & 2 ? noise.words[3] : noise.words[1];
-      score =
-          __fmaf_rn(logit, columns.inverse[column], gumbel_of<SampleMath>(index & 1 ? odd : even));
+      score = __fmaf_rn(logit, columns.inverse[column],
+                        gumbel_of<SampleMath>(word_of_index(noise, index)));
     }
     float* least = columns.least + sample * width + column;
     // Also false for what is no number.
@@ -816,7 +814,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
     columns.least[column] = columns.greatest[column] = -INFINITY;
   if (kColumns >= kFloorColumns && threadIdx.x == 0 && p.finds_floors) floors.ended = 0;
   __syncthreads();
-  if (kCluster > 1) cluster_barrier();
+  if (kCluster > 1) cluster_sync();
 
   // All blocks of a cluster have as many tiles.
   const int most_units = (p.units + p.tiles - 1) / p.tiles;
@@ -1046,7 +1044,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
     let_kernel_after_start();
   }
   // A block's memory is written to by the others as long as they run.
-  if (kCluster > 1) cluster_barrier();
+  if (kCluster > 1) cluster_sync();
 #endif
 }
 
@@ -1442,8 +1440,8 @@ const char* lm_head_logits_sm90(const LmHead& p, const HeadLogits& out, void* wo
   HeadDraw draw{};
   draw.out = out;
   if (out.strips.floors != nullptr) {
-    const gpuError error = gpu_launched(cudaMemsetAsync(
-        out.strips.floors, 0, 2 * p.batch * sizeof(uint32_t), static_cast<gpuStream>(stream)));
+    const gpuError error = gpu_launched(gpu_clear(out.strips.floors, 2 * p.batch * sizeof(uint32_t),
+                                                  static_cast<gpuStream>(stream)));
     if (error != gpuSuccess) return message_of(error);
   }
   return for_each_launch(p, draw, static_cast<uint4*>(workspace), device,

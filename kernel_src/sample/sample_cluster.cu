@@ -624,10 +624,7 @@ __global__ void __launch_bounds__(kClusterThreads, 2)
   if (has_weights) {
     Filtering filtering{p,     shared, cluster, part, scale, key_of<SampleMath>(greatest.all),
                         bound, false,  0};
-    if (p.filters.has_top_k) {
-      const RowInts& k = p.filters.top_k;
-      filtering.top_k(k.values == nullptr ? k.value : k.values[row * k.stride], greatest);
-    }
+    if (p.filters.has_top_k) filtering.top_k(option_of(p.filters.top_k, row), greatest);
     if (p.filters.has_top_p) filtering.top_p(option_of(p.filters.top_p, row));
     if (p.filters.has_min_p) filtering.min_p(option_of(p.filters.min_p, row));
     bound = filtering.bound;

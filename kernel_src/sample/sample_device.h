@@ -36,6 +36,15 @@ __device__ __forceinline__ float option_of(const RowFloats& option, int64_t row)
   return option.values == nullptr ? option.value : option.values[row * option.stride];
 }
 
+__device__ __forceinline__ int64_t option_of(const RowInts& option, int64_t row) {
+  return option.values == nullptr ? option.value : option.values[row * option.stride];
+}
+
+// The value whose key it is, and -inf for 0, which is none.
+__device__ __forceinline__ float value_or_none(uint32_t key) {
+  return key == 0 ? minus_infinity() : value_of_key<SampleMath>(key);
+}
+
 struct Heat {
   bool greedy;
   float inv_temperature;
@@ -149,25 +158,6 @@ __device__ __forceinline__ float warp_greatest(float value) {
   return value;
 }
 
-// Words `shift` (0 to 3) to `shift + kCount - 1` of the blocks from `block` on.
-template <int kCount>
-__device__ __forceinline__ void words_of(const NoiseKey& key, int64_t block, int shift, int sample,
-                                         uint32_t (&words)[kCount]) {
-  static_assert(kCount % 4 == 0, "whole blocks");
-#pragma unroll
-  for (int i = 0; i < kCount; i += 4) {
-    const PhiloxWords four = noise_words(key, block + i / 4, sample);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) words[i + k] = four.words[k];
-  }
-  if (shift == 0) return;
-  const PhiloxWords last = noise_words(key, block + kCount / 4, sample);
-  const auto word = [&](int i) { return i < kCount ? words[i] : last.words[i - kCount]; };
-#pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    words[i] = shift == 1 ? word(i + 1) : shift == 2 ? word(i + 2) : word(i + 3);
-}
-
 // What the filters and the log-probabilities know of a row. `bound` is the least key of a logit that may be
 // drawn, and `allowed` the sum of the weights from there on, once a filter has raised it.
 struct RowState {
@@ -190,8 +180,7 @@ __device__ __forceinline__ void write_draw(const Draws& draws, const DrawResults
   if (results.logits != nullptr)
     results.logits[slot] = found ? best.logit * heat.inv_temperature : minus_infinity();
   if (results.logprobs == nullptr && results.log_sum_exp == nullptr) return;
-  const float greatest =
-      state.greatest == 0 ? minus_infinity() : value_of_key<SampleMath>(state.greatest);
+  const float greatest = value_or_none(state.greatest);
   float log_all = 0.0f, log_allowed = 0.0f;
   if (!heat.greedy && state.weights != 0) {
     log_all = log_of_weights<SampleMath>(state.weights);

@@ -129,11 +129,6 @@ __device__ __forceinline__ void for_each_vector(const GumbelSample& p, int64_t r
 
 constexpr float kLog2OfE = 1.4426950408889634f;
 
-// The value whose key it is, and -inf for 0.
-__device__ __forceinline__ float floor_of_key(uint32_t key) {
-  return key == 0 ? minus_infinity() : value_of_key<SampleMath>(key);
-}
-
 // The keys of Philox's rounds. Kept by a draw of many words, for which adding them up each time is a third of the work.
 struct KeptKeys {
   uint32_t keys[2][10];
@@ -173,7 +168,6 @@ struct KeptKeys {
 
 // The keys of rounds made each time.
 struct MadeKeys {
-  __device__ __forceinline__ void set(const NoiseKey&) {}
   __device__ __forceinline__ PhiloxWords words(const NoiseKey& key, int64_t block,
                                                int sample) const {
     return noise_words(key, block, sample);
@@ -232,7 +226,7 @@ struct Drawing {
     }
   }
   __device__ __forceinline__ void take_floor() {
-    const float others = floor_of_key(*static_cast<volatile uint32_t*>(block_floor));
+    const float others = value_or_none(*static_cast<volatile uint32_t*>(block_floor));
     if (others > floor) set_floor(others);
   }
 

@@ -59,8 +59,7 @@ struct Wanted {
   __device__ __forceinline__ Wanted(const Filters& filters, int64_t vocab, int64_t row)
       : top_k(0), top_p(1.0f), farthest(minus_infinity()) {
     if (filters.has_top_k) {
-      const RowInts& k = filters.top_k;
-      top_k = k.values == nullptr ? k.value : k.values[row * k.stride];
+      top_k = option_of(filters.top_k, row);
       if (top_k < 1 || top_k > vocab) top_k = 0;
     }
     if (filters.has_top_p) top_p = option_of(filters.top_p, row);

@@ -223,10 +223,8 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
       float score = logit;
       if (!heat.greedy) {
         const PhiloxWords words = noise_words(noise, index >> 2, sample);
-        const uint32_t even = index & 2 ? words.words[2] : words.words[0];
-        const uint32_t odd = index & 2 ? words.words[3] : words.words[1];
         score = SampleMath::fma(logit, heat.inv_temperature,
-                                gumbel_of<SampleMath>(index & 1 ? odd : even));
+                                gumbel_of<SampleMath>(word_of_index(words, index)));
       }
       offer(best, score, logit, column);
     }
