@@ -32,24 +32,49 @@ struct PhiloxWords {
   uint32_t words[4];
 };
 
+constexpr int kPhiloxRounds = 10;
+constexpr uint32_t kPhiloxFirstStep = 0x9e3779b9u, kPhiloxSecondStep = 0xbb67ae85u;  // of the keys
+constexpr uint32_t kPhiloxFirst = 0xd2511f53u, kPhiloxSecond = 0xcd9e8d57u;
+
+struct WordProduct {
+  uint32_t high, low;
+};
+
+// Products with Philox's two factors.
+struct WholeProducts {
+  static FUSELAGE_SAMPLE WordProduct split(uint64_t product) {
+    return {static_cast<uint32_t>(product >> 32), static_cast<uint32_t>(product)};
+  }
+  static FUSELAGE_SAMPLE WordProduct first(uint32_t v) { return split(uint64_t{kPhiloxFirst} * v); }
+  static FUSELAGE_SAMPLE WordProduct second(uint32_t v) {
+    return split(uint64_t{kPhiloxSecond} * v);
+  }
+};
+
+template <class Products>
+FUSELAGE_SAMPLE void philox_round(PhiloxWords& counter, uint32_t k0, uint32_t k1) {
+  uint32_t(&c)[4] = counter.words;
+  const WordProduct first = Products::first(c[0]), second = Products::second(c[2]);
+  const uint32_t c0 = second.high ^ c[1] ^ k0, c2 = first.high ^ c[3] ^ k1;
+  c[1] = second.low;
+  c[3] = first.low;
+  c[0] = c0;
+  c[2] = c2;
+}
+
 // Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
 FUSELAGE_SAMPLE PhiloxWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
                                    uint32_t k1) {
+  PhiloxWords counter{{c0, c1, c2, c3}};
 #if defined(__CUDACC__) || defined(__HIPCC__)
 #pragma unroll
 #endif
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t p0 = uint64_t{0xd2511f53u} * c0, p1 = uint64_t{0xcd9e8d57u} * c2;
-    const uint32_t n0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
-    const uint32_t n2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
-    c1 = static_cast<uint32_t>(p1);
-    c3 = static_cast<uint32_t>(p0);
-    c0 = n0;
-    c2 = n2;
-    k0 += 0x9e3779b9u;
-    k1 += 0xbb67ae85u;
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    philox_round<WholeProducts>(counter, k0, k1);
+    k0 += kPhiloxFirstStep;
+    k1 += kPhiloxSecondStep;
   }
-  return {{c0, c1, c2, c3}};
+  return counter;
 }
 
 // What the noise of a row is made with.

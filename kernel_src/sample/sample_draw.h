@@ -131,17 +131,17 @@ constexpr float kLog2OfE = 1.4426950408889634f;
 
 // The keys of Philox's rounds. Kept by a draw of many words, for which adding them up each time is a third of the work.
 struct KeptKeys {
-  uint32_t keys[2][10];
+  uint32_t keys[2][kPhiloxRounds];
 
   __device__ __forceinline__ void set(const NoiseKey& key) {
     uint32_t k0 = key.key[0], k1 = key.key[1];
 #pragma unroll
-    for (int round = 0; round < 10; ++round) {
+    for (int round = 0; round < kPhiloxRounds; ++round) {
       // NOTE: through other lanes, which have the same: what the compiler can make again, it does not keep.
       keys[0][round] = shuffle_from_first(k0);
       keys[1][round] = shuffle_from_first(k1);
-      k0 += 0x9e3779b9u;
-      k1 += 0xbb67ae85u;
+      k0 += kPhiloxFirstStep;
+      k1 += kPhiloxSecondStep;
     }
   }
   static __device__ __forceinline__ uint32_t shuffle_from_first(uint32_t value) {
@@ -150,19 +150,12 @@ struct KeptKeys {
   // As noise_words.
   __device__ __forceinline__ PhiloxWords words(const NoiseKey& key, int64_t block,
                                                int sample) const {
-    uint32_t c0 = static_cast<uint32_t>(block), c1 = key.stream + static_cast<uint32_t>(sample);
-    uint32_t c2 = key.offset[0], c3 = key.offset[1];
+    PhiloxWords counter{{static_cast<uint32_t>(block), key.stream + static_cast<uint32_t>(sample),
+                         key.offset[0], key.offset[1]}};
 #pragma unroll
-    for (int round = 0; round < 10; ++round) {
-      const uint64_t p0 = uint64_t{0xd2511f53u} * c0, p1 = uint64_t{0xcd9e8d57u} * c2;
-      const uint32_t n0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ keys[0][round];
-      const uint32_t n2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ keys[1][round];
-      c1 = static_cast<uint32_t>(p1);
-      c3 = static_cast<uint32_t>(p0);
-      c0 = n0;
-      c2 = n2;
-    }
-    return {{c0, c1, c2, c3}};
+    for (int round = 0; round < kPhiloxRounds; ++round)
+      philox_round<WholeProducts>(counter, keys[0][round], keys[1][round]);
+    return counter;
   }
 };
 
