@@ -74,7 +74,7 @@ static_assert(2 * registers_of(2).multiplying + registers_of(2).others == 3 * 16
               "of 65536 for 384 threads");
 static_assert(3 * registers_of(3).multiplying + registers_of(3).others == 4 * 128,
               "of 65536 for 512 threads");
-constexpr int kQueue = 140;  // entries of a warp; one turn adds up to 128
+constexpr int kQueue = 140;  // entries of a warp; a turn adds up to 128
 constexpr int kMostShared = 227 * 1024;
 
 // Of one column: what its noise is made with, and what its scores have to beat.
@@ -119,7 +119,7 @@ constexpr int noise_bytes(int columns, bool narrow) {
 constexpr int queue_bytes(int columns, bool narrow) {
   return multiplying_warps(columns, narrow) * kQueue * 8;
 }
-constexpr int kBarrierBytes = (2 * kMostStages + 2) * 8;
+constexpr int kBarrierBytes = (2 * kMostStages + 3) * 8;  // and the parts of noise taken
 
 constexpr int fixed_bytes(int columns, bool narrow) {
   return columns_bytes(columns, most_samples(columns)) + noise_bytes(columns, narrow) +
@@ -159,6 +159,31 @@ struct HeadDraw {
 };
 
 // ---- noise ----
+
+// WholeProducts from products of 16 bits each, nine or ten instructions for one. But each instruction that gives the high
+// word of a product keeps a warpgroup's matrix product waiting for 8 to 9 cycles (H200, 256 columns), and these
+// do not.
+//
+// Two products with a half of the factor must fit into a word together. The second factor is too great for that: what
+// it lacks of 2^32 is taken.
+struct HalfProducts {
+  static __device__ __forceinline__ WordProduct first(uint32_t v) {
+    constexpr uint32_t kLow = kPhiloxFirst & 0xffffu, kHigh = kPhiloxFirst >> 16;
+    static_assert(kLow + kHigh < 0xffffu, "no sum exceeds a word");
+    const uint32_t low = v & 0xffffu, high = v >> 16;
+    const uint32_t middle = high * kLow + low * kHigh + ((low * kLow) >> 16);
+    return {high * kHigh + (middle >> 16), kPhiloxFirst * v};
+  }
+  static __device__ __forceinline__ WordProduct second(uint32_t v) {
+    constexpr uint32_t kLack = 0u - kPhiloxSecond;
+    constexpr uint32_t kLow = kLack & 0xffffu, kHigh = kLack >> 16;
+    static_assert(kLow + kHigh < 0xfffeu, "no sum exceeds a word");
+    const uint32_t low = v & 0xffffu, high = v >> 16;
+    // The high words of kLack * v + 2^32 - 1: what it lacks is rounded up.
+    const uint32_t middle = high * kLow + low * kHigh + 0xffffu + ((low * kLow + 0xffffu) >> 16);
+    return {v - high * kHigh - (middle >> 16), kPhiloxSecond * v};
+  }
+};
 
 // What a word's noise is at most, in four bits: code * kNoiseStep. For the distance d = (~word + 1/2) / 2^32 of its
 // uniform from 1, the noise is at most -log(d). The bits of a float, as an integer, are a logarithm that is too small by
@@ -239,22 +264,31 @@ __device__ __forceinline__ float2 read_again(const float* at) {
 
 // ---- the draw from a tile ----
 
-// Logits 4 * kAt to 4 * kAt + 3 of a thread. NOTE: `volatile` keeps these a branch, and not a choice of registers.
-template <int kAt, int kCount>
-__device__ __forceinline__ void take_four(const float (&logits)[kCount], float* four) {
-  if constexpr (4 * kAt < kCount) {
-    asm volatile("mov.b32 %0, %4; mov.b32 %1, %5; mov.b32 %2, %6; mov.b32 %3, %7;"
-                 : "=f"(four[0]), "=f"(four[1]), "=f"(four[2]), "=f"(four[3])
-                 : "f"(logits[4 * kAt]), "f"(logits[4 * kAt + 1]), "f"(logits[4 * kAt + 2]),
-                   "f"(logits[4 * kAt + 3]));
+// Of the turns kTurns * kAt to kTurns * kAt + kTurns - 1, the logits of a thread; -inf where there are none. NOTE:
+// `volatile` keeps these a branch, and not a choice of registers.
+template <int kAt, int kTurns, int kCount>
+__device__ __forceinline__ void take(const float (&logits)[kCount], float (&taken)[kTurns][4]) {
+  if constexpr (4 * kTurns * kAt < kCount) {
+#pragma unroll
+    for (int t = 0; t < kTurns; ++t) {
+      const int at = 4 * (kTurns * kAt + t);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        asm volatile("mov.b32 %0, %1;"
+                     : "=f"(taken[t][i])
+                     : "f"(at < kCount ? logits[(at + i) % kCount] : -INFINITY));
+      }
+    }
   }
 }
 
-// Those of turn `turn`: registers have no run-time index, but a loop of that many turns is too long to be unrolled.
-template <int kCount>
-__device__ __forceinline__ void take_turn(const float (&logits)[kCount], int turn, float* taken) {
+// Those of the turns from kTurns * `at` on: registers have no run-time index, but a loop of that many turns is too long
+// to be unrolled.
+template <int kTurns, int kCount>
+__device__ __forceinline__ void take_turns(const float (&logits)[kCount], int at,
+                                           float (&taken)[kTurns][4]) {
 #define FUSELAGE_TAKE(i) \
-  case i: take_four<i>(logits, taken); break;
+  case i: take<i>(logits, taken); break;
 #define FUSELAGE_TAKE_8(i) \
   FUSELAGE_TAKE(i)         \
   FUSELAGE_TAKE(i + 1)     \
@@ -264,7 +298,7 @@ __device__ __forceinline__ void take_turn(const float (&logits)[kCount], int tur
   FUSELAGE_TAKE(i + 5)     \
   FUSELAGE_TAKE(i + 6)     \
   FUSELAGE_TAKE(i + 7)
-  switch (turn) {
+  switch (at) {
     FUSELAGE_TAKE_8(0)
     FUSELAGE_TAKE_8(8)
     FUSELAGE_TAKE_8(16)
@@ -272,6 +306,59 @@ __device__ __forceinline__ void take_turn(const float (&logits)[kCount], int tur
   }
 #undef FUSELAGE_TAKE_8
 #undef FUSELAGE_TAKE
+}
+
+// body(taken, turns) for all turns, kTurns at once.
+template <int kTurns, bool kRolled, int kCount, typename Body>
+__device__ __forceinline__ void for_turns(const float (&logits)[kCount], Body body) {
+  float taken[kTurns][4];
+  if constexpr (kRolled) {
+#pragma unroll 1
+    for (int turns = 0; turns < kCount / 4; turns += kTurns) {
+      take_turns(logits, turns / kTurns, taken);
+      body(taken, turns);
+    }
+  } else {
+#pragma unroll
+    for (int turns = 0; turns < kCount / 4; turns += kTurns) {
+#pragma unroll
+      for (int t = 0; t < kTurns; ++t) {
+        const int at = 4 * (turns + t);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          taken[t][i] = at < kCount ? logits[(at + i) % kCount] : -INFINITY;
+      }
+      body(taken, turns);
+    }
+  }
+}
+
+// The greatest of values[i] of the lanes that differ in bits 2 to 4 only, in those of them of which these bits, from
+// the highest on, are i. NOTE: of a number and what is none, fmaxf takes the number.
+template <int kCount>
+__device__ __forceinline__ float greatest_of_lanes(float (&values)[kCount], int lane) {
+  int mask = 16;
+#pragma unroll
+  for (int half = kCount / 2; half >= 1; half /= 2, mask /= 2) {
+    const bool high = (lane & mask) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float given = high ? values[i] : values[i + half];
+      const float kept = high ? values[i + half] : values[i];
+      values[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, mask));
+    }
+  }
+#pragma unroll
+  for (; mask >= 4; mask /= 2)
+    values[0] = fmaxf(values[0], __shfl_xor_sync(0xffffffffu, values[0], mask));
+  return values[0];
+}
+
+// The one of kTurns turns' columns that a lane is left with by greatest_of_lanes of their 2 * kTurns columns.
+template <int kTurns>
+__device__ __forceinline__ int column_of_lane(int lane) {
+  const int chosen = lane >> (kTurns == 4 ? 2 : kTurns == 2 ? 3 : 4);
+  return 8 * (chosen / 2) + 2 * (lane & 3) + chosen % 2;
 }
 
 struct Queue {
@@ -324,19 +411,18 @@ __device__ __forceinline__ SoftCap softcap_of(const HeadDraw& p) {
 // What bounds the scores of four logits: rows lane / 4 and 8 more, and two columns.
 struct Bounds {
   float logits[4], noise[4], scores[4];
-  float2 inverse, beat;
+  float2 inverse;
 };
 
-// `codes` and `least` of the first of the columns, and of the first of the rows.
+// `codes` and `inverse` of the first of the columns, and of the first of the rows.
 template <int kColumns, bool kCapped>
 __device__ __forceinline__ Bounds bounds_of(const float* four, const uint16_t* codes,
-                                            const float* inverse, const float* least,
-                                            const Codes& decode, const SoftCap& softcap) {
+                                            const float* inverse, const Codes& decode,
+                                            const SoftCap& softcap) {
   Bounds bounds;
   const uint32_t upper = *reinterpret_cast<const uint32_t*>(codes);
   const uint32_t lower = *reinterpret_cast<const uint32_t*>(codes + 2 * kColumns);
   bounds.inverse = *reinterpret_cast<const float2*>(inverse);
-  bounds.beat = read_again(least);
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
     float logit = four[t];
@@ -357,36 +443,39 @@ __device__ __forceinline__ void raise_least(const HeadDraw& p, const Columns& co
                                             const float (&logits)[kColumns / 2], int sample,
                                             int lane) {
   constexpr int kTurns = kColumns / 8;
-  const int own_column = 2 * (lane & 3);
+  constexpr int kAtOnce = kTurns > 16 ? 2 : kTurns < 4 ? kTurns : 4;
+  const int first = 2 * (lane & 3);
   const Codes decode((lane >> 2) & 3);
   const SoftCap softcap = softcap_of<kCapped>(p);
   float* least = columns.least + sample * kColumns;
-  const uint16_t* own_codes = codes + (lane >> 4) * kColumns + own_column;
-  const float* own_inverse = columns.inverse + own_column;
-  float* own_least = least + own_column;
-#pragma unroll 1
-  for (int turn = 0; turn < kTurns; ++turn) {
-    float four[4];
-    take_turn(logits, turn, four);
-    const int column = 8 * turn + own_column;
-    const Bounds bounds = bounds_of<kColumns, kCapped>(
-        four, own_codes + 8 * turn, own_inverse + 8 * turn, own_least + 8 * turn, decode, softcap);
+  const auto of_turns = [&](const float(&taken)[kAtOnce][4], int turns) {
+    float most[2 * kAtOnce];
 #pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      const bool greedy = columns.greedy[column + t] != 0;
-      const float inverse = t == 0 ? bounds.inverse.x : bounds.inverse.y;
-      float most = -INFINITY;
+    for (int turn = 0; turn < kAtOnce; ++turn) {
+      const int column = 8 * (turns + turn) + first;
+      const Bounds bounds =
+          bounds_of<kColumns, kCapped>(taken[turn], codes + (lane >> 4) * kColumns + column,
+                                       columns.inverse + column, decode, softcap);
 #pragma unroll
-      for (int i = t; i < 4; i += 2) {
-        const float sure = fminf(bounds.noise[i], kSureNoise) - kNoiseStep - kNoiseError;
-        const float score =
-            __fmaf_rn(bounds.logits[i] - 2.0f * softcap.error, inverse, greedy ? 0.0f : sure);
-        // Of what rows that are not there hold, NaN, fmaxf gives the other.
-        if (greedy || bounds.noise[i] > kNoiseStep) most = fmaxf(most, score);
+      for (int t = 0; t < 2; ++t) {
+        const bool greedy = columns.greedy[column + t] != 0;
+        const float inverse = t == 0 ? bounds.inverse.x : bounds.inverse.y;
+        float& of_column = most[2 * turn + t];
+        of_column = -INFINITY;
+#pragma unroll
+        for (int i = t; i < 4; i += 2) {
+          const float sure = fminf(bounds.noise[i], kSureNoise) - kNoiseStep - kNoiseError;
+          const float score =
+              __fmaf_rn(bounds.logits[i] - 2.0f * softcap.error, inverse, greedy ? 0.0f : sure);
+          // Of what rows that are not there hold, NaN, fmaxf gives the other.
+          if (greedy || bounds.noise[i] > kNoiseStep) of_column = fmaxf(of_column, score);
+        }
       }
-      if (most > (t == 0 ? bounds.beat.x : bounds.beat.y)) raise(least + column + t, most);
     }
-  }
+    const float greatest = greatest_of_lanes(most, lane);
+    if (greatest > -INFINITY) raise(least + 8 * turns + column_of_lane<kAtOnce>(lane), greatest);
+  };
+  for_turns<kAtOnce, kCapped>(logits, of_turns);
 }
 
 // `logits`: the fragment of a thread, of rows lane / 4 and 8 more and of two columns in each eight. `row` is the
@@ -395,7 +484,6 @@ template <int kColumns, bool kCapped>
 __device__ __forceinline__ void draw(const HeadDraw& p, const Columns& columns, const Queue& queue,
                                      const uint16_t* codes, const float (&logits)[kColumns / 2],
                                      int row, int sample, int lane) {
-  constexpr int kTurns = kColumns / 8;
   const int own_column = 2 * (lane & 3);
   const Codes decode((lane >> 2) & 3);
   const SoftCap softcap = softcap_of<kCapped>(p);
@@ -408,95 +496,155 @@ __device__ __forceinline__ void draw(const HeadDraw& p, const Columns& columns, 
 
   // Which turns have a logit that could win.
   uint32_t turns = 0;
-  const auto try_turn = [&](const float* four, int turn) {
-    const Bounds bounds = bounds_of<kColumns, kCapped>(
-        four, own_codes + 8 * turn, own_inverse + 8 * turn, own_least + 8 * turn, decode, softcap);
-    const bool wins = bounds.scores[0] >= bounds.beat.x || bounds.scores[1] >= bounds.beat.y ||
-                      bounds.scores[2] >= bounds.beat.x || bounds.scores[3] >= bounds.beat.y;
+  for_turns<1, kCapped>(logits, [&](const float(&four)[1][4], int turn) {
+    const Bounds bounds = bounds_of<kColumns, kCapped>(four[0], own_codes + 8 * turn,
+                                                       own_inverse + 8 * turn, decode, softcap);
+    const float2 beat = read_again(own_least + 8 * turn);
+    const bool wins = bounds.scores[0] >= beat.x || bounds.scores[1] >= beat.y ||
+                      bounds.scores[2] >= beat.x || bounds.scores[3] >= beat.y;
     if (wins) turns |= 1u << turn;
-  };
-  if (kCapped) {
-#pragma unroll 1
-    for (int turn = 0; turn < kTurns; ++turn) {
-      float four[4];
-      take_turn(logits, turn, four);
-      try_turn(four, turn);
-    }
-  } else {
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) try_turn(logits + 4 * turn, turn);
-  }
+  });
   turns = __reduce_or_sync(0xffffffffu, turns);
 
   int count = 0;
 #pragma unroll 1
   while (true) {
-    if (turns == 0 || count > kQueue - 128) {
+    float four[1][4];
+    uint32_t winners[4] = {};
+    const int turn = __ffs(turns) - 1, column = 8 * turn + own_column;
+    if (turns != 0) {
+      take_turns(logits, turn, four);
+      const Bounds bounds = bounds_of<kColumns, kCapped>(four[0], own_codes + 8 * turn,
+                                                         own_inverse + 8 * turn, decode, softcap);
+      const float2 beat = read_again(own_least + 8 * turn);
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        winners[t] = __ballot_sync(0xffffffffu, bounds.scores[t] >= (t & 1 ? beat.y : beat.x));
+      }
+    }
+    const int more =
+        __popc(winners[0]) + __popc(winners[1]) + __popc(winners[2]) + __popc(winners[3]);
+    if (turns == 0 || count + more > kQueue) {
       if (count != 0) score_queued(p, columns, queue, count, sample, kColumns, row, lane);
       count = 0;
       if (turns == 0) break;
     }
-    const int turn = __ffs(turns) - 1;
     turns &= turns - 1;
-    float four[4];
-    take_turn(logits, turn, four);
-    const int column = 8 * turn + own_column;
-    const Bounds bounds = bounds_of<kColumns, kCapped>(
-        four, own_codes + 8 * turn, own_inverse + 8 * turn, own_least + 8 * turn, decode, softcap);
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      const bool wins = bounds.scores[t] >= (t & 1 ? bounds.beat.y : bounds.beat.x);
-      const uint32_t winners = __ballot_sync(0xffffffffu, wins);
-      if (wins) {
-        const int at = count + __popc(winners & below);
-        queue.logits[at] = four[t];
+      if (winners[t] >> lane & 1) {
+        const int at = count + __popc(winners[t] & below);
+        queue.logits[at] = four[0][t];
         queue.places[at] =
             ((lane >> 2) + 8 * (t >> 1)) << 16 | static_cast<uint32_t>(column + (t & 1));
       }
-      count += __popc(winners);
+      count += __popc(winners[t]);
     }
   }
 }
 
-// Makes the codes of a tile of so many units, whose first row is `row`.
-template <int kColumns>
+// Noise is made in parts of a unit and a column for each lane. The warps that have nothing else to do take one after the
+// other, and when products are done the warps that multiply take what is left: alone, as they are faster then. The count
+// of those taken is in shared memory, and kLast in it where these have come.
+constexpr uint32_t kLast = 0x80000000u;
+
+// The number of the part that the warp is to make; too great where all are taken, or left to the last.
+__device__ __forceinline__ int take_part(uint32_t taken, bool is_last, int lane) {
+  uint32_t part = 0;
+  if (lane == 0) {
+    asm volatile("ld.volatile.shared::cta.b32 %0, [%1];" : "=r"(part) : "r"(taken) : "memory");
+    if (is_last || part < kLast)
+      asm volatile("atom.shared::cta.add.u32 %0, [%1], 1;" : "=r"(part) : "r"(taken) : "memory");
+    else
+      part = ~kLast;
+  }
+  // NOTE: the last may come between the two: what is taken is taken.
+  return static_cast<int>(__shfl_sync(0xffffffffu, part, 0) & ~kLast);
+}
+__device__ __forceinline__ void leave_to_last(uint32_t taken, int lane) {
+  if (lane == 0)
+    asm volatile("red.shared::cta.or.b32 [%0], %1;" ::"r"(taken), "r"(kLast) : "memory");
+}
+__device__ __forceinline__ void none_taken(uint32_t taken) {
+  asm volatile("st.volatile.shared::cta.u32 [%0], 0;" ::"r"(taken) : "memory");
+}
+
+constexpr int parts_of(int columns, bool narrow) {
+  return (tile_rows(columns, narrow) / kUnitRows * columns + 31) / 32;
+}
+
+// Makes the codes of part `part` of a tile of so many units, whose first row is `row`.
+template <typename Products, int kColumns>
 __device__ __forceinline__ void make_noise(const HeadDraw& p, const Columns& columns,
                                            uint16_t* codes, int row, int units, int sample,
-                                           int thread) {
-  const uint32_t block = static_cast<uint32_t>((p.vocab_offset + row) >> 2);
-  // Four blocks at once: one waits for its own results most of the time.
-#pragma unroll 1
-  for (int i = thread; i < units * kColumns; i += kNoiseThreads) {
-    const int column = i % kColumns, first = i / kColumns * 4;
-    uint16_t made[4] = {};
-    if (column < p.batch && columns.greedy[column] == 0) {
-      const uint4 key = columns.noise[column];
-      const uint32_t high = columns.offset[column];
+                                           int part, int lane) {
+  constexpr int kRoundsAtOnce = 4;
+  const int i = 32 * part + lane, column = i % kColumns, first = i / kColumns * 4;
+  if (first >= units * 4) return;
+  uint16_t made[4] = {};
+  if (column < p.batch && columns.greedy[column] == 0) {
+    const uint32_t block = static_cast<uint32_t>((p.vocab_offset + row) >> 2) + first;
+    const uint4 key = columns.noise[column];
+    const uint32_t high = columns.offset[column];
+    // Four blocks at once: one waits for its own results most of the time.
+    PhiloxWords noise[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        made[k] = codes_of(philox(block + first + k, key.z + sample, key.w, high, key.x, key.y));
-      }
+    for (int k = 0; k < 4; ++k) noise[k] = {{block + k, key.z + sample, key.w, high}};
+    uint32_t k0 = key.x, k1 = key.y;
+    const auto round = [&] {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) philox_round<Products>(noise[k], k0, k1);
+      k0 += kPhiloxFirstStep;
+      k1 += kPhiloxSecondStep;
+    };
+    // Half of the products of these two are the same for all four.
+    round();
+    round();
+#pragma unroll 1
+    for (int i = 2; i < kPhiloxRounds; i += kRoundsAtOnce) {
+#pragma unroll
+      for (int j = 0; j < kRoundsAtOnce; ++j) round();
     }
 #pragma unroll
-    for (int k = 0; k < 4; ++k) codes[(first + k) * kColumns + column] = made[k];
+    for (int k = 0; k < 4; ++k) made[k] = codes_of(noise[k]);
   }
+#pragma unroll
+  for (int k = 0; k < 4; ++k) codes[(first + k) * kColumns + column] = made[k];
 }
 
-// Exchanges what scores have to beat with the other blocks: late news only cost time.
-__device__ __forceinline__ void share_least(const HeadDraw& p, const Columns& columns, int sample,
-                                            int width, int thread, int threads) {
-  for (int column = thread; column < p.batch; column += threads) {
-    float* own = columns.least + sample * width + column;
-    uint32_t* all = p.shared_least + sample * width + column;
-    const uint32_t key = key_of<SampleMath>(*const_cast<volatile float*>(own));
-    const uint32_t greatest = *const_cast<volatile uint32_t*>(all);
-    if (greatest > key) raise(own, value_of_key<SampleMath>(greatest));
-    if (greatest < key) atomicMax(all, key);
-  }
-}
+constexpr int kPartsPerNews = 4;  // of noise
 
-// After the first tile the threads that multiply wait, but not for long, for those of all other blocks: what those
-// have found leaves hardly any logit to be scored.
+// What scores have to beat in the other blocks, on its way to a thread for its columns. Late news only cost time.
+template <int kColumns, int kThreads>
+struct News {
+  static constexpr int kEach = (kColumns + kThreads - 1) / kThreads;
+  uint32_t greatest[kEach];
+
+  __device__ __forceinline__ void start(const HeadDraw& p, int sample, int thread) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int column = i * kThreads + thread;
+      if (column < p.batch)
+        greatest[i] =
+            const_cast<const volatile uint32_t*>(p.shared_least)[sample * kColumns + column];
+    }
+  }
+  // And tells them what is new here.
+  __device__ __forceinline__ void finish(const HeadDraw& p, const Columns& columns, int sample,
+                                         int thread) const {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int column = i * kThreads + thread, at = sample * kColumns + column;
+      if (column >= p.batch) break;
+      const uint32_t key = key_of<SampleMath>(const_cast<const volatile float*>(columns.least)[at]);
+      if (greatest[i] > key) raise(columns.least + at, value_of_key<SampleMath>(greatest[i]));
+      if (greatest[i] < key) atomicMax(p.shared_least + at, key);
+    }
+  }
+};
+
+// After the first tile the threads that multiply wait, but not for long, for those of a quarter of the blocks: what
+// those have found leaves hardly any logit to be scored.
 template <int kColumns, int kMultiplyingWarps>
 __device__ __forceinline__ void exchange_least(const HeadDraw& p, const Columns& columns,
                                                int sample, int thread) {
@@ -504,17 +652,21 @@ __device__ __forceinline__ void exchange_least(const HeadDraw& p, const Columns&
   const auto together = [] { asm volatile("bar.sync 1, %0;" ::"n"(kThreadsHere) : "memory"); };
   uint32_t* arrived = p.shared_least + p.num_samples * kColumns + sample;
   together();
-  share_least(p, columns, sample, kColumns, thread, kThreadsHere);
+  News<kColumns, kThreadsHere> news;
+  news.start(p, sample, thread);
+  news.finish(p, columns, sample, thread);
   __threadfence();
   together();
   if (thread == 0) {
     atomicAdd(arrived, 1u);
-    for (int i = 0; i < kPatience && *const_cast<volatile uint32_t*>(arrived) < gridDim.x; ++i) {
+    for (int i = 0; i < kPatience && *const_cast<volatile uint32_t*>(arrived) < gridDim.x / 4;
+         ++i) {
       __nanosleep(100);
     }
   }
   together();
-  share_least(p, columns, sample, kColumns, thread, kThreadsHere);
+  news.start(p, sample, thread);
+  news.finish(p, columns, sample, thread);
   together();
 }
 
@@ -528,27 +680,6 @@ __device__ __forceinline__ void free_stage(uint32_t empty, int lane) {
   }
 }
 
-// The greatest of values[i] of the lanes that differ in bits 2 to 4 only, in those of them of which these bits, from
-// the highest on, are i. NOTE: of a number and what is none, fmaxf takes the number.
-template <int kCount>
-__device__ __forceinline__ float greatest_of_lanes(float (&values)[kCount], int lane) {
-  int mask = 16;
-#pragma unroll
-  for (int half = kCount / 2; half >= 1; half /= 2, mask /= 2) {
-    const bool high = (lane & mask) != 0;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const float given = high ? values[i] : values[i + half];
-      const float kept = high ? values[i + half] : values[i];
-      values[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, mask));
-    }
-  }
-#pragma unroll
-  for (; mask >= 4; mask /= 2)
-    values[0] = fmaxf(values[0], __shfl_xor_sync(0xffffffffu, values[0], mask));
-  return values[0];
-}
-
 // Writes a warp's logits and the greatest of its strip: rows `upper` and 8 more of the vocabulary. Strips below a
 // row's floor are left out.
 template <bool kCapped, int kCount>
@@ -556,12 +687,11 @@ __device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& c
                                              const float (&logits)[kCount], int upper,
                                              bool has_upper, bool has_lower, int lane) {
   static_assert(kUnitRows == kStrip, "a warp has a strip");
-  constexpr int kTurns = kCount / 4;            // of 8 columns
   constexpr int kAtOnce = kCount > 64 ? 2 : 4;  // turns: as many as registers hold
-  constexpr int kShift = kAtOnce == 4 ? 2 : 3;  // of the bits of a lane that choose one of them
+  constexpr int kShift = kAtOnce == 4 ? 2 : 3;  // of the bits of a lane that choose a column
   const Strips& strips = p.out.strips;
   const int first = 2 * (lane & 3);
-  const int chosen = lane >> kShift, own_column = 8 * (chosen / 2) + first + chosen % 2;
+  const int own_column = column_of_lane<kAtOnce>(lane);
   float* to = p.out.logits + (int64_t{p.batch_start} + first) * p.out.stride + upper;
   float* greatest_to = strips.greatest + (int64_t{p.batch_start} + own_column) * strips.stride +
                        (upper - (lane >> 2)) / kStrip;
@@ -598,30 +728,15 @@ __device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& c
       }
     }
   };
-  float taken[kAtOnce][4];
-  if (kCapped) {
-#pragma unroll 1
-    for (int turns = 0; turns < kTurns; turns += kAtOnce) {
+  for_turns<kAtOnce, kCapped>(logits, [&](float(&taken)[kAtOnce][4], int turns) {
 #pragma unroll
-      for (int t = 0; t < kAtOnce; ++t) {
-        if (turns + t < kTurns) take_turn(logits, turns + t, taken[t]);
+    for (int t = 0; t < kAtOnce; ++t) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) taken[t][i] = soft_capped<SampleMath>(taken[t][i], p.softcap);
-      }
-      write(taken, turns);
+      for (int i = 0; i < 4 && kCapped; ++i)
+        taken[t][i] = soft_capped<SampleMath>(taken[t][i], p.softcap);
     }
-  } else {
-#pragma unroll
-    for (int turns = 0; turns < kTurns; turns += kAtOnce) {
-#pragma unroll
-      for (int t = 0; t < kAtOnce; ++t) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          taken[t][i] = turns + t < kTurns ? logits[4 * (turns + t) % kCount + i] : -INFINITY;
-      }
-      write(taken, turns);
-    }
-  }
+    write(taken, turns);
+  });
 }
 
 struct Tile {
@@ -760,6 +875,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
   constexpr int kWeightRowBytes = weight_row_bytes(kColumns, kNarrow);
   constexpr int kDepth = depth_of(kColumns, kNarrow);
   constexpr int kSamples = most_samples(kColumns);
+  constexpr int kParts = parts_of(kColumns, kNarrow);
   extern __shared__ __align__(1024) char shared[];
   const uint32_t stages = shared_address(shared);
   Columns columns;
@@ -777,6 +893,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
       shared_address(queues + queue_bytes(kColumns, kNarrow) / 4);  // [stages] by copies
   const uint32_t empty = full + kMostStages * 8;                    // [stages] by all that read it
   const uint32_t noise_full = empty + kMostStages * 8, noise_empty = noise_full + 8;
+  const uint32_t taken = noise_empty + 8;  // parts of noise, of this turn's and the next one's
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = kCluster > 1 ? cluster_rank() : 0;
@@ -789,9 +906,11 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
       barrier_create(full + 8 * i, 1);
       barrier_create(empty + 8 * i, kMultiplyingWarps * kCluster);
     }
-    barrier_create(noise_full, kNoiseWarps);
-    barrier_create(noise_empty, kMultiplyingWarps);
+    barrier_create(noise_full, kParts);
+    barrier_create(noise_empty, kMultiplyingWarps + kNoiseWarps);
     barriers_created();
+    none_taken(taken);
+    none_taken(taken + 4);
     if (stages % 1024 != 0) __trap();  // the swizzle goes by address
   }
   if (p.out.logits == nullptr) {
@@ -878,11 +997,24 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
         const Tile tile = tile_of(p, number);
         for (int sample = 0; sample < p.num_samples; ++sample) {
           barrier_wait(noise_empty, phase ^ 1);
-          share_least(p, columns, sample, kColumns, thread, kNoiseThreads);
-          make_noise<kColumns>(p, columns, codes, tile.row, tile.units, sample, thread);
-          share_least(p, columns, sample, kColumns, thread, kNoiseThreads);
-          __syncwarp();
-          if (lane == 0) barrier_arrive(noise_full);
+          bool more = true;
+          for (int done = 0; more; ++done) {
+            const bool hears = done % kPartsPerNews == 0;
+            News<kColumns, kNoiseThreads> news;
+            if (hears) news.start(p, sample, thread);
+            const int part = take_part(taken + 4 * phase, false, lane);
+            more = part < kParts;
+            if (more) {
+              // Where products wait for memory it does not matter which.
+              using Products = std::conditional_t<(kColumns > 64), HalfProducts, WholeProducts>;
+              make_noise<Products, kColumns>(p, columns, codes, tile.row, tile.units, sample, part,
+                                             lane);
+              __syncwarp();
+              if (lane == 0) barrier_arrive(noise_full);
+            }
+            if (hears) news.finish(p, columns, sample, thread);
+          }
+          if (lane == 0) barrier_arrive(noise_empty);
           phase ^= 1;
         }
       }
@@ -1009,8 +1141,19 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
         }
       }
       for (int sample = 0; sample < p.num_samples; ++sample) {
+        barrier_wait(noise_empty, noise_phase ^ 1);
+        leave_to_last(taken + 4 * noise_phase, lane);
+        while (true) {
+          const int part = take_part(taken + 4 * noise_phase, true, lane);
+          if (part >= kParts) break;
+          make_noise<WholeProducts, kColumns>(p, columns, codes, tile.row, tile.units, sample, part,
+                                              lane);
+          __syncwarp();
+          if (lane == 0) barrier_arrive(noise_full);
+        }
         barrier_wait(noise_full, noise_phase);
         noise_phase ^= 1;
+        if (threadIdx.x == 0) none_taken(taken + 4 * noise_phase);
         const uint16_t* own_codes = codes + warp * (kUnitRows / 4) * kColumns;
         const auto with_softcap = [&](auto capped) {
           constexpr bool kCapped = decltype(capped)::value;
