@@ -9,9 +9,10 @@
 // Blocks are persistent. The vocabulary is cut into tiles that differ by at most 16 rows, as many for each block: all
 // end together.
 //
-// Noise: three more warps make what each logit's noise is at most, in four bits, while the products run. So of most
-// logits it takes a few instructions to see that they cannot win: the bound of their score is below the greatest score
-// of the row so far, which all blocks share. The others are queued, and scored exactly and without branches that diverge.
+// Noise: three more warps make what each logit's noise is at most, in four bits, while the products run; what they have
+// not made by then, all warps that multiply make. So of most logits it takes a few instructions to see that they cannot
+// win: the bound of their score is below the greatest score of the row so far, which all blocks share. The others are
+// queued, and scored exactly and without branches that diverge.
 //
 // Weights of float8 stay as they are in shared memory. A warp loads its rows, turns them into hidden's type, which is
 // exact, and multiplies them from registers, half a stage at a time: its products run while the other half is
@@ -544,7 +545,7 @@ __device__ __forceinline__ void draw(const HeadDraw& p, const Columns& columns, 
 }
 
 // Noise is made in parts of a unit and a column for each lane. The warps that have nothing else to do take one after the
-// other, and when products are done the warps that multiply take what is left: alone, as they are faster then. The count
+// other, and when products are done the warps that multiply take what is left: alone, as they are faster. The count
 // of those taken is in shared memory, and kLast in it where these have come.
 constexpr uint32_t kLast = 0x80000000u;
 
