@@ -33,7 +33,6 @@ struct PhiloxWords {
 };
 
 constexpr int kPhiloxRounds = 10;
-constexpr uint32_t kPhiloxFirstStep = 0x9e3779b9u, kPhiloxSecondStep = 0xbb67ae85u;  // of the keys
 constexpr uint32_t kPhiloxFirst = 0xd2511f53u, kPhiloxSecond = 0xcd9e8d57u;
 
 struct WordProduct {
@@ -62,6 +61,12 @@ FUSELAGE_SAMPLE void philox_round(PhiloxWords& counter, uint32_t k0, uint32_t k1
   c[2] = c2;
 }
 
+// The keys of the next round.
+FUSELAGE_SAMPLE void philox_next_keys(uint32_t& k0, uint32_t& k1) {
+  k0 += 0x9e3779b9u;
+  k1 += 0xbb67ae85u;
+}
+
 // Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
 FUSELAGE_SAMPLE PhiloxWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
                                    uint32_t k1) {
@@ -71,8 +76,7 @@ FUSELAGE_SAMPLE PhiloxWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32
 #endif
   for (int round = 0; round < kPhiloxRounds; ++round) {
     philox_round<WholeProducts>(counter, k0, k1);
-    k0 += kPhiloxFirstStep;
-    k1 += kPhiloxSecondStep;
+    philox_next_keys(k0, k1);
   }
   return counter;
 }

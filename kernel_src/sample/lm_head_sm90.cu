@@ -355,10 +355,12 @@ __device__ __forceinline__ float greatest_of_lanes(float (&values)[kCount], int 
   return values[0];
 }
 
-// The one of kTurns turns' columns that a lane is left with by greatest_of_lanes of their 2 * kTurns columns.
+// Below the bits of a lane that tell which of the columns of so many turns it is left with by greatest_of_lanes.
+constexpr int shift_of_turns(int turns) { return turns == 4 ? 2 : turns == 2 ? 3 : 4; }
+
 template <int kTurns>
 __device__ __forceinline__ int column_of_lane(int lane) {
-  const int chosen = lane >> (kTurns == 4 ? 2 : kTurns == 2 ? 3 : 4);
+  const int chosen = lane >> shift_of_turns(kTurns);
   return 8 * (chosen / 2) + 2 * (lane & 3) + chosen % 2;
 }
 
@@ -449,7 +451,7 @@ __device__ __forceinline__ void raise_least(const HeadDraw& p, const Columns& co
   const Codes decode((lane >> 2) & 3);
   const SoftCap softcap = softcap_of<kCapped>(p);
   float* least = columns.least + sample * kColumns;
-  const auto of_turns = [&](const float(&taken)[kAtOnce][4], int turns) {
+  for_turns<kAtOnce, kCapped>(logits, [&](const float(&taken)[kAtOnce][4], int turns) {
     float most[2 * kAtOnce];
 #pragma unroll
     for (int turn = 0; turn < kAtOnce; ++turn) {
@@ -475,8 +477,7 @@ __device__ __forceinline__ void raise_least(const HeadDraw& p, const Columns& co
     }
     const float greatest = greatest_of_lanes(most, lane);
     if (greatest > -INFINITY) raise(least + 8 * turns + column_of_lane<kAtOnce>(lane), greatest);
-  };
-  for_turns<kAtOnce, kCapped>(logits, of_turns);
+  });
 }
 
 // `logits`: the fragment of a thread, of rows lane / 4 and 8 more and of two columns in each eight. `row` is the
@@ -595,8 +596,7 @@ __device__ __forceinline__ void make_noise(const HeadDraw& p, const Columns& col
     const auto round = [&] {
 #pragma unroll
       for (int k = 0; k < 4; ++k) philox_round<Products>(noise[k], k0, k1);
-      k0 += kPhiloxFirstStep;
-      k1 += kPhiloxSecondStep;
+      philox_next_keys(k0, k1);
     };
     // Half of the products of these two are the same for all four.
     round();
@@ -689,7 +689,7 @@ __device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& c
                                              bool has_upper, bool has_lower, int lane) {
   static_assert(kUnitRows == kStrip, "a warp has a strip");
   constexpr int kAtOnce = kCount > 64 ? 2 : 4;  // turns: as many as registers hold
-  constexpr int kShift = kAtOnce == 4 ? 2 : 3;  // of the bits of a lane that choose a column
+  constexpr int kShift = shift_of_turns(kAtOnce);
   const Strips& strips = p.out.strips;
   const int first = 2 * (lane & 3);
   const int own_column = column_of_lane<kAtOnce>(lane);
@@ -940,6 +940,12 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
   const int most_units = (p.units + p.tiles - 1) / p.tiles;
   int stage = 0;
   uint32_t phase = 0;
+  const auto make_part = [&](auto products, const Tile& tile, int sample, int part) {
+    make_noise<decltype(products), kColumns>(p, columns, codes, tile.row, tile.units, sample, part,
+                                             lane);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(noise_full);
+  };
 
   if (warp >= kMultiplyingWarps) {
     registers_give_back<kRegisters.others>();
@@ -1008,10 +1014,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
             if (more) {
               // Where products wait for memory it does not matter which.
               using Products = std::conditional_t<(kColumns > 64), HalfProducts, WholeProducts>;
-              make_noise<Products, kColumns>(p, columns, codes, tile.row, tile.units, sample, part,
-                                             lane);
-              __syncwarp();
-              if (lane == 0) barrier_arrive(noise_full);
+              make_part(Products(), tile, sample, part);
             }
             if (hears) news.finish(p, columns, sample, thread);
           }
@@ -1147,10 +1150,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
         while (true) {
           const int part = take_part(taken + 4 * noise_phase, true, lane);
           if (part >= kParts) break;
-          make_noise<WholeProducts, kColumns>(p, columns, codes, tile.row, tile.units, sample, part,
-                                              lane);
-          __syncwarp();
-          if (lane == 0) barrier_arrive(noise_full);
+          make_part(WholeProducts(), tile, sample, part);
         }
         barrier_wait(noise_full, noise_phase);
         noise_phase ^= 1;

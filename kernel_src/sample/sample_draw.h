@@ -140,8 +140,7 @@ struct KeptKeys {
       // NOTE: through other lanes, which have the same: what the compiler can make again, it does not keep.
       keys[0][round] = shuffle_from_first(k0);
       keys[1][round] = shuffle_from_first(k1);
-      k0 += kPhiloxFirstStep;
-      k1 += kPhiloxSecondStep;
+      philox_next_keys(k0, k1);
     }
   }
   static __device__ __forceinline__ uint32_t shuffle_from_first(uint32_t value) {
