@@ -71,6 +71,7 @@ struct SampleNumbers {
   using Integers = int32_t;
   static FUSELAGE_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
   static FUSELAGE_INLINE float to_floats(int32_t i) { return static_cast<float>(i); }
+  static FUSELAGE_INLINE int32_t signed_of(uint32_t word) { return static_cast<int32_t>(word); }
   static FUSELAGE_INLINE int32_t integers_of(float f) {
     int32_t i;
     __builtin_memcpy(&i, &f, sizeof(i));
@@ -159,25 +160,27 @@ static void sample_load(const GumbelSample& p, int64_t row, int64_t begin, int64
     logits[i] = logits[i] == logits[i] ? logits[i] : sample_minus_infinity();
 }
 
+// The greatest of logits [begin, end), -inf where there are none.
+FUSELAGE_INLINE float sample_greatest(const float* logits, int64_t begin, int64_t end) {
+  Floats greatest = broadcast(sample_minus_infinity());
+  for_each_vector(begin, end, [&](int64_t i, auto lanes) {
+    Floats logit = greatest;
+    __builtin_memcpy(&logit, logits + i, count_of(lanes) * sizeof(float));
+    greatest = logit > greatest ? logit : greatest;
+  });
+  typedef float Quad __attribute__((vector_size(16)));
+  Quad quad[kLanes / 4];
+  __builtin_memcpy(quad, &greatest, sizeof(quad));
+  Quad four = quad[0];
+  for (int k = 1; k < kLanes / 4; ++k) four = quad[k] > four ? quad[k] : four;
+  const float even = four[0] > four[2] ? four[0] : four[2];
+  const float odd = four[1] > four[3] ? four[1] : four[3];
+  return even > odd ? even : odd;
+}
+
 // Draws
 
-constexpr int64_t kSampleBlocks = 16;  // of Philox, side by side
-
-// Words of the logits [first, first + size), behind `first % 4` of others.
-static void sample_words(const NoiseKey& key, int64_t first, int64_t size, int sample,
-                         uint32_t* words) {
-  const int64_t end = (first + size + 3) / 4;
-  for (int64_t begin = first / 4; begin < end; begin += kSampleBlocks) {
-    uint32_t made[4][kSampleBlocks];
-    for (int64_t j = 0; j < kSampleBlocks; ++j) {
-      const PhiloxWords four = noise_words(key, begin + j, sample);
-      for (int k = 0; k < 4; ++k) made[k][j] = four.words[k];
-    }
-    for (int64_t j = 0; j < kSampleBlocks; ++j) {
-      for (int k = 0; k < 4; ++k) words[4 * (begin - first / 4 + j) + k] = made[k][j];
-    }
-  }
-}
+FUSELAGE_INLINE SampleCandidate sample_nothing() { return {sample_minus_infinity(), 0.0f, -1}; }
 
 FUSELAGE_INLINE void sample_keep_better(SampleCandidate& best, const SampleCandidate& other) {
   if (other.index < 0) return;
@@ -187,36 +190,99 @@ FUSELAGE_INLINE void sample_keep_better(SampleCandidate& best, const SampleCandi
   }
 }
 
-// The best of up to kSamplePiece logits, the first of which has the number `first`.
-static SampleCandidate sample_best(const float* logits, int64_t size, int64_t first,
-                                   const SampleHeat& heat, const NoiseKey& key, int sample) {
-  uint32_t words[kSamplePiece + 4 * kSampleBlocks + 8];
-  if (!heat.greedy) sample_words(key, first, size, sample, words);
-  const uint32_t* word = words + first % 4;
+// Of logits of a row, the first of which has the number `first` over all shards.
+struct SampleDraw {
+  const float* logits;  // [size]
+  int64_t size, first;
+  SampleHeat heat;
+  NoiseKey key;
+  int sample = 0;
+};
+
+// `best`, or a better one of the logits themselves.
+static SampleCandidate sample_best_logit(const SampleDraw& p, SampleCandidate best) {
   const Floats none = broadcast(sample_minus_infinity());
-  Floats best = none;
-  SampleIntegers at = {};
-  SampleIntegers number = {};
+  Floats greatest = none;
+  SampleIntegers at = {}, number = {};
   for (int k = 0; k < kLanes; ++k) number[k] = k;
-  for_each_vector(0, size, [&](int64_t i, auto lanes) {
-    Floats logit = load(logits + i, lanes);
-    if (count_of(lanes) < kLanes) logit = number < int32_t(count_of(lanes)) ? logit : none;
-    Floats score = logit;
-    if (!heat.greedy) {
-      Words random = {};
-      __builtin_memcpy(&random, word + i, count_of(lanes) * sizeof(uint32_t));
-      score = SampleVectors::fma(logit, heat.inv_temperature, gumbel_of<SampleVectors>(random));
-    }
-    const auto better = score > best;
-    best = better ? score : best;
+  for_each_vector(0, p.size, [&](int64_t i, auto lanes) {
+    Floats logit = none;
+    __builtin_memcpy(&logit, p.logits + i, count_of(lanes) * sizeof(float));
+    const auto better = logit > greatest;
+    greatest = better ? logit : greatest;
     at = better ? number + int32_t(i) : at;
   });
-  SampleCandidate result = {sample_minus_infinity(), 0.0f, -1};
   for (int k = 0; k < kLanes; ++k) {
-    if (!(best[k] > sample_minus_infinity())) continue;
-    sample_keep_better(result, {best[k], logits[at[k]], first + at[k]});
+    if (greatest[k] > sample_minus_infinity())
+      sample_keep_better(best, {greatest[k], greatest[k], p.first + at[k]});
   }
-  return result;
+  return best;
+}
+
+constexpr int64_t kSampleGroups = 16;  // of noise, side by side
+
+struct SampleNoise {
+  uint32_t least[kSampleGroups], place[kSampleGroups];
+  float bound[kSampleGroups];  // no noise of the group is greater
+};
+
+static void sample_noise(const SampleDraw& p, int64_t group, SampleNoise& noise) {
+  for (int64_t j = 0; j < kSampleGroups; ++j) {
+    const NoiseGroup one = noise_group(p.key, group + j, p.sample);
+    noise.least[j] = one.least;
+    noise.place[j] = one.place;
+  }
+  for_each_vector(0, kSampleGroups, [&](int64_t j, auto lanes) {
+    Words least;
+    __builtin_memcpy(&least, noise.least + j, sizeof(least));
+    // NOTE: of two nearly equal exponentials, the polynomial may give the greater one the greater noise.
+    store(noise.bound + j, noise_of_group<SampleVectors>(least) + 1e-5f, lanes);
+  });
+}
+
+// Whether a logit's score is below the best, if its noise is the greatest.
+FUSELAGE_INLINE bool sample_cannot_win(const SampleDraw& p, float logit, float bound,
+                                       const SampleCandidate& best) {
+  return !(logit > sample_minus_infinity()) ||
+         SampleNumbers::fma(logit, p.heat.inv_temperature, bound) < best.score;
+}
+
+static void sample_visit_logit(const SampleDraw& p, int64_t i, const NoiseGroup& group, float bound,
+                               SampleCandidate& best) {
+  if (sample_cannot_win(p, p.logits[i], bound, best)) return;
+  const float noise = noise_of<SampleNumbers>(p.key, group, p.first + i, p.sample);
+  const float score = SampleNumbers::fma(p.logits[i], p.heat.inv_temperature, noise);
+  if (score > sample_minus_infinity()) sample_keep_better(best, {score, p.logits[i], p.first + i});
+}
+
+// `best`, or a better one of the scores. Most groups are below the best even if their greatest logit has their
+// greatest noise.
+static SampleCandidate sample_best_score(const SampleDraw& p, SampleCandidate best) {
+  const int64_t groups_end = group_of(p.first + p.size - 1) + 1;
+  for (int64_t groups = group_of(p.first); groups < groups_end; groups += kSampleGroups) {
+    SampleNoise noise;
+    sample_noise(p, groups, noise);
+    for (int64_t j = 0; j < kSampleGroups && groups + j < groups_end; ++j) {
+      const int64_t start = (groups + j) * kNoiseGroup - p.first;
+      const int64_t begin = start < 0 ? 0 : start;
+      const int64_t end = p.size < start + kNoiseGroup ? p.size : start + kNoiseGroup;
+      const float greatest = sample_greatest(p.logits, begin, end), bound = noise.bound[j];
+      if (sample_cannot_win(p, greatest, bound, best)) continue;
+      // The logit with the greatest noise first: the others seldom win then.
+      const NoiseGroup group = {noise.least[j], noise.place[j]};
+      const int64_t place = start + group.place;
+      if (place >= begin && place < end) sample_visit_logit(p, place, group, bound, best);
+      for (int64_t i = begin; i < end; ++i) {
+        if (i != place) sample_visit_logit(p, i, group, bound, best);
+      }
+    }
+  }
+  return best;
+}
+
+// `best`, or a better one of the logits.
+FUSELAGE_INLINE SampleCandidate sample_best(const SampleDraw& p, const SampleCandidate& best) {
+  return p.heat.greedy ? sample_best_logit(p, best) : sample_best_score(p, best);
 }
 
 static void sample_draw(const GumbelSample& p, const SampleRow* rows, SampleCandidate* candidates,
@@ -234,10 +300,11 @@ static void sample_draw(const GumbelSample& p, const SampleRow* rows, SampleCand
       for (int64_t i = 0; i < size; ++i)
         logits[i] = logits[i] >= bound ? logits[i] : sample_minus_infinity();
     }
-    const NoiseKey key = sample_key(p.draws, row);
-    for (int s = 0; s < p.draws.num_samples; ++s) {
-      candidates[piece * p.draws.num_samples + s] =
-          sample_best(logits, size, p.draws.vocab_offset + first, heat, key, s);
+    SampleDraw draw = {logits, size, p.draws.vocab_offset + first, heat, sample_key(p.draws, row)};
+    const bool known = first > 0 && piece > begin;  // the best of the pieces before
+    for (draw.sample = 0; draw.sample < p.draws.num_samples; ++draw.sample) {
+      SampleCandidate* best = candidates + piece * p.draws.num_samples + draw.sample;
+      *best = sample_best(draw, known ? best[-p.draws.num_samples] : sample_nothing());
     }
   }
 }
@@ -348,18 +415,8 @@ static void sample_raise_bound(const GumbelSample& p, int64_t row, float inv_tem
 static void sample_row(const GumbelSample& p, int64_t row, SampleRow& found) {
   found = {sample_minus_infinity(), kKeyOfMinusInfinity + 1, 0, 0};
   sample_for_pieces(p, row, [&](const float* logits, int64_t size) {
-    Floats greatest = broadcast(found.greatest);
-    for_each_vector(0, size, [&](int64_t i, auto lanes) {
-      if (count_of(lanes) < kLanes) {
-        for (int64_t k = 0; k < count_of(lanes); ++k)
-          greatest[k] = logits[i + k] > greatest[k] ? logits[i + k] : greatest[k];
-        return;
-      }
-      const Floats logit = load(logits + i, lanes);
-      greatest = logit > greatest ? logit : greatest;
-    });
-    for (int k = 0; k < kLanes; ++k)
-      found.greatest = greatest[k] > found.greatest ? greatest[k] : found.greatest;
+    const float greatest = sample_greatest(logits, 0, size);
+    found.greatest = greatest > found.greatest ? greatest : found.greatest;
   });
   const SampleHeat heat = sample_heat(p.draws, row);
   if (heat.greedy || !(found.greatest > sample_minus_infinity())) return;
@@ -552,11 +609,11 @@ static void lm_head_draw(const LmHead& p, const Draws& draws, const float* hidde
       float* own = logits + b * kLmHeadPiece;
       for (int64_t i = 0; i < row_end - row; ++i)
         own[i] = own[i] == own[i] ? own[i] : sample_minus_infinity();
-      const SampleHeat heat = sample_heat(draws, b);
-      const NoiseKey key = sample_key(draws, b);
-      for (int s = 0; s < draws.num_samples; ++s) {
-        candidates[(b * pieces + piece) * draws.num_samples + s] =
-            sample_best(own, row_end - row, draws.vocab_offset + row, heat, key, s);
+      SampleDraw draw = {own, row_end - row, draws.vocab_offset + row, sample_heat(draws, b),
+                         sample_key(draws, b)};
+      for (draw.sample = 0; draw.sample < draws.num_samples; ++draw.sample) {
+        SampleCandidate* best = candidates + (b * pieces + piece) * draws.num_samples + draw.sample;
+        *best = sample_best(draw, piece > begin ? best[-draws.num_samples] : sample_nothing());
       }
     }
   }

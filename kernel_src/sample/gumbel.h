@@ -68,6 +68,7 @@ FUSELAGE_SAMPLE void philox_next_keys(uint32_t& k0, uint32_t& k1) {
 }
 
 // Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
+template <class Products = WholeProducts>
 FUSELAGE_SAMPLE PhiloxWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
                                    uint32_t k1) {
   PhiloxWords counter{{c0, c1, c2, c3}};
@@ -75,7 +76,7 @@ FUSELAGE_SAMPLE PhiloxWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32
 #pragma unroll
 #endif
   for (int round = 0; round < kPhiloxRounds; ++round) {
-    philox_round<WholeProducts>(counter, k0, k1);
+    philox_round<Products>(counter, k0, k1);
     philox_next_keys(k0, k1);
   }
   return counter;
@@ -88,14 +89,44 @@ struct NoiseKey {
   uint32_t stream;     // 256 times the number of the row among those of one seed
 };
 
-// The words of logits 4 * block to 4 * block + 3, counted over all shards, for one of a row's samples.
-FUSELAGE_SAMPLE PhiloxWords noise_words(const NoiseKey& key, int64_t block, int sample) {
-  return philox(static_cast<uint32_t>(block), key.stream + static_cast<uint32_t>(sample),
-                key.offset[0], key.offset[1], key.key[0], key.key[1]);
+// ---- where noise comes from ----
+
+// Noise of neighbours is made from its greatest down, so that most of it need not be made. -log(u) of a uniform u has the
+// exponential distribution, and noise is -log of that. Of kNoiseGroup such exponentials e_i
+//   the least has the distribution of e / kNoiseGroup, and is each with equal probability,
+//   the others are the least plus an exponential each, as these have no memory.
+// So a group of logits, counted over all shards, has two words: one for the least, and one for the place that has it.
+// Noise of the other places has a word of its own besides.
+constexpr int kNoiseGroup = 16;
+constexpr float kLogOfNoiseGroup = 2.772588722239781f;
+
+struct NoiseGroup {
+  uint32_t least;  // word
+  uint32_t place;  // index % kNoiseGroup
+};
+
+static_assert(kNoiseGroup == 1 << 4, "group_of and the place take four bits");
+
+FUSELAGE_SAMPLE NoiseGroup noise_group_of(const PhiloxWords& noise) {
+  return {noise.words[0], noise.words[1] >> 28};
 }
 
-// Of the block's words, that of a logit. NOTE: words in registers have no run-time index.
-FUSELAGE_SAMPLE uint32_t word_of_index(const PhiloxWords& noise, int64_t index) {
+// The number of a logit's group.
+FUSELAGE_SAMPLE int64_t group_of(int64_t index) { return index >> 4; }
+
+template <class Products = WholeProducts>
+FUSELAGE_SAMPLE NoiseGroup noise_group(const NoiseKey& key, int64_t group, int sample) {
+  return noise_group_of(philox<Products>(static_cast<uint32_t>(group),
+                                         key.stream + static_cast<uint32_t>(sample), key.offset[0],
+                                         key.offset[1], key.key[0], key.key[1]));
+}
+
+// The own word of a logit. Offsets are not negative: their highest bit tells these words from those of groups.
+FUSELAGE_SAMPLE uint32_t noise_word(const NoiseKey& key, int64_t index, int sample) {
+  const PhiloxWords noise =
+      philox(static_cast<uint32_t>(index >> 2), key.stream + static_cast<uint32_t>(sample),
+             key.offset[0], key.offset[1] ^ 0x80000000u, key.key[0], key.key[1]);
+  // NOTE: words in registers have no run-time index.
   const uint32_t even = index & 2 ? noise.words[2] : noise.words[0];
   const uint32_t odd = index & 2 ? noise.words[3] : noise.words[1];
   return index & 1 ? odd : even;
@@ -137,11 +168,11 @@ FUSELAGE_SAMPLE Floats log_of_normal(Floats value) {
   return log_of_split<Math>(s.f, s.exponent);
 }
 
-// -log(-log((x + 1/2) / 2^32)) of a random word x: a draw of the Gumbel distribution, in [-3.14, 22.9]. The
+// -log((x + 1/2) / 2^32) of a random word x: a draw of the exponential distribution, in [1.16e-10, 22.9]. The
 // distance of (x + 1/2) / 2^32 to the nearer of 0 and 1 is what is rounded to float32, so that both tails are
 // exact to a few units of the last place.
 template <class Math, class Floats = typename Math::Floats>
-FUSELAGE_SAMPLE Floats gumbel_of(typename Math::Words word) {
+FUSELAGE_SAMPLE Floats exponential_of(typename Math::Words word) {
   using Integers = typename Math::Integers;
   const Integers x = Math::signed_of(word);
   const Floats distance =
@@ -152,20 +183,55 @@ FUSELAGE_SAMPLE Floats gumbel_of(typename Math::Words word) {
   const Floats high_f = distance <= 0.33333334f ? -distance : 1.0f - 2.0f * distance;
   const Floats high_exponent = distance <= 0.33333334f ? none : none - 1.0f;
   const Floats f = x < 0 ? high_f : low.f, exponent = x < 0 ? high_exponent : low.exponent;
-  return -log_of_normal<Math>(-log_of_split<Math>(f, exponent));
+  return -log_of_split<Math>(f, exponent);
 }
 
-// No less than gumbel_of(word), and at a few operations: what cannot win by this need not be computed.
+// The least exponential of a group. NOTE: exact, so that it does not matter how a sum with it is rounded.
 template <class Math, class Floats = typename Math::Floats>
-FUSELAGE_SAMPLE Floats gumbel_bound(typename Math::Words word) {
+FUSELAGE_SAMPLE Floats least_of_group(typename Math::Words word) {
+  return exponential_of<Math>(word) * (1.0f / kNoiseGroup);
+}
+
+// The greatest noise of a group: a draw of the Gumbel distribution, and log(kNoiseGroup), in [-0.36, 25.7].
+template <class Math, class Floats = typename Math::Floats>
+FUSELAGE_SAMPLE Floats noise_of_group(typename Math::Words word) {
+  return -log_of_normal<Math>(least_of_group<Math>(word));
+}
+
+// The noise of a logit of the group: a draw of the Gumbel distribution, in [-3.2, 25.7].
+template <class Math>
+FUSELAGE_SAMPLE float noise_of(const NoiseKey& key, const NoiseGroup& group, int64_t index,
+                               int sample) {
+  float exponential = least_of_group<Math>(group.least);
+  if (group.place != static_cast<uint64_t>(index) % kNoiseGroup)
+    exponential += exponential_of<Math>(noise_word(key, index, sample));
+  return -log_of_normal<Math>(exponential);
+}
+
+template <class Math>
+FUSELAGE_SAMPLE float noise_of(const NoiseKey& key, int64_t index, int sample) {
+  const NoiseGroup group = noise_group(key, group_of(index), sample);
+  return noise_of<Math>(key, group, index, sample);
+}
+
+// No noise is less.
+constexpr float kLeastNoise = -3.25f;
+
+// No less than any noise of the group, and at a few operations: what cannot win by this need not be computed. At most
+// kNoiseBoundError more than the greatest, where it is more than kNoiseBoundSure.
+constexpr float kNoiseBoundError = 0.33f, kNoiseBoundSure = 3.2f;
+
+template <class Math, class Floats = typename Math::Floats>
+FUSELAGE_SAMPLE Floats noise_bound(typename Math::Words word) {
   using Integers = typename Math::Integers;
   const Integers x = Math::signed_of(word);
-  // Near 1, -log(1 - d) >= d, and log2(d) is at least what the bits of d say as an integer. d = (~x + 1/2) / 2^32.
+  // Near 1, -log(1 - d) is d to 2 log(2) d, and log2(d) at least what the bits of d say as an integer, and at most 0.0861
+  // more. d = (~x + 1/2) / 2^32.
   const Floats distance = Math::to_floats(~x) + 0.5f;
   const Floats bits = Math::to_floats(Math::integers_of(distance));
-  const Floats high = Math::fma(bits, -8.2629582881927490e-8f, 110.21044921875f);
+  const Floats high = Math::fma(bits, -8.2629582881927490e-8f, 112.9831f);
   const Floats none = high - high;
-  return x < 0 ? high : none + 0.36652f;  // below 1/2, -log(-log) is at most 0.366513
+  return x < 0 ? high : none + 3.1392f;  // -log(log(2) / 16) is less
 }
 
 // ---- exponentials ----

@@ -35,12 +35,34 @@ __device__ __forceinline__ Part part_of(const GumbelSample& p, const SamplePolic
 
 // ---- the draw ----
 
+// Groups of logits of which some may win, in shared memory. All threads score them together, when the part is read: most
+// turns find one in a few warps, where all lanes would wait for it.
+struct Groups {
+  static constexpr uint32_t kMost = 64;
+  float logits[kMost][kNoiseGroup];
+  int columns[kMost];
+  uint32_t count;
+
+  __device__ __forceinline__ bool take(const float (&its)[kNoiseGroup], int column) {
+    const uint32_t at = atomicAdd(&count, 1u);
+    if (at >= kMost) return false;
+    columns[at] = column;
+#pragma unroll
+    for (int k = 0; k < kNoiseGroup; k += 4) {
+      *reinterpret_cast<float4*>(logits[at] + k) =
+          make_float4(its[k], its[k + 1], its[k + 2], its[k + 3]);
+    }
+    return true;
+  }
+};
+
 template <typename T>
-__global__ void __launch_bounds__(kSampleThreads, 3)
+__global__ void __launch_bounds__(kSampleThreads, kSampleBlocks)
     draw_kernel(const GumbelSample p, const SamplePolicy policy, const RowState* states,
                 Candidate* candidates) {
   __shared__ Candidate of_warps[kSampleThreads / kWarpSize];
   __shared__ uint32_t block_floor;
+  __shared__ __align__(16) Groups queue;
   wait_for_kernel_before();
   const Part part = part_of(p, policy);
   const Heat heat = heat_of(p.draws, part.row);
@@ -48,37 +70,55 @@ __global__ void __launch_bounds__(kSampleThreads, 3)
   drawing.key = key_of_row(p.draws, part.row);
   drawing.keys.set(drawing.key);
   drawing.inv_temperature = heat.inv_temperature;
-  drawing.shift = static_cast<int>(p.draws.vocab_offset & 3);
-  drawing.block_floor = &block_floor;
+  drawing.shared_floor = &block_floor;
   const bool filtered = states != nullptr && !heat.greedy;
   const float lowest =
       filtered ? value_of_key<SampleMath>(states[part.row].bound) : minus_infinity();
   for (int sample = 0; sample < p.draws.num_samples; ++sample) {
     drawing.sample = sample;
     drawing.best = no_candidate();
-    drawing.set_floor(minus_infinity());
-    if (threadIdx.x == 0) block_floor = 0;
+    drawing.floor = minus_infinity();
+    bool is_first = true;
+    if (threadIdx.x == 0) block_floor = queue.count = 0;
     __syncthreads();
-    if (heat.greedy) {
-      for_each_vector<T>(p, part.row, part.begin, part.end, [&](int column, const auto& logits) {
+    for_each_vector<T, kNoiseGroup>(
+        p, part.row, part.begin, part.end, [&](int column, const auto& logits) {
+          if (heat.greedy) {
 #pragma unroll
-        for (int k = 0; k < kSampleVector; ++k)
-          offer(drawing.best, logits[k], logits[k], column + k);
-      });
-    } else {
-      for_each_vector<T>(p, part.row, part.begin, part.end, [&](int column, const auto& logits) {
-        float allowed[kSampleVector];
-        bool any = !filtered;
+            for (int k = 0; k < kNoiseGroup; ++k)
+              offer(drawing.best, logits[k], logits[k], column + k);
+            return;
+          }
+          float allowed[kNoiseGroup];
+          bool any = !filtered;
 #pragma unroll
-        for (int k = 0; k < kSampleVector; ++k) {
-          allowed[k] = logits[k];
-          if (filtered && !(logits[k] >= lowest)) allowed[k] = minus_infinity();
-          any |= allowed[k] > minus_infinity();
-        }
-        if (filtered && !warp_any(any)) return;
-        drawing.take_floor();
-        drawing.offer_all(allowed, p.draws.vocab_offset + column, column);
-      });
+          for (int k = 0; k < kNoiseGroup; ++k) {
+            allowed[k] = logits[k];
+            if (filtered && !(logits[k] >= lowest)) allowed[k] = minus_infinity();
+            any |= allowed[k] > minus_infinity();
+          }
+          if (filtered && !warp_any(any)) return;
+          const int64_t index = p.draws.vocab_offset + column;
+          const auto groups = drawing.template groups_at<kNoiseGroup>(index);
+          if (is_first) drawing.raise_floor(allowed, groups);
+          // What the whole block has leaves hardly any logit to be scored.
+          if (is_first && !filtered) __syncthreads();
+          is_first = false;
+          drawing.take_floor();
+          bool may = drawing.may_win(allowed, groups);
+          if (!warp_any(may)) return;
+          if (may) may = !queue.take(allowed, column);
+          if (warp_any(may)) drawing.offer_all(allowed, groups, index, column, !may);
+        });
+    __syncthreads();
+    const uint32_t queued = queue.count < Groups::kMost ? queue.count : Groups::kMost;
+    for (uint32_t i = threadIdx.x; i < queued * kNoiseGroup; i += kSampleThreads) {
+      const float logit = queue.logits[i / kNoiseGroup][i % kNoiseGroup];
+      const int column = queue.columns[i / kNoiseGroup] + static_cast<int>(i % kNoiseGroup);
+      const int64_t index = p.draws.vocab_offset + column;
+      if (!(logit > minus_infinity())) continue;
+      drawing.offer_one(logit, drawing.keys.group(drawing.key, group_of(index), sample), index,
+                        column);
     }
     const Candidate best = block_best<kSampleThreads>(drawing.best, of_warps);
     if (threadIdx.x == 0)
@@ -142,10 +182,12 @@ __global__ void __launch_bounds__(kSampleThreads)
   wait_for_kernel_before();
   const Part part = part_of(p, policy);
   float greatest = minus_infinity();
-  for_each_vector<T>(p, part.row, part.begin, part.end, [&](int, const auto& logits) {
+  for_each_vector<T, kSampleVector>(p, part.row, part.begin, part.end,
+                                    [&](int, const auto& logits) {
 #pragma unroll
-    for (int k = 0; k < kSampleVector; ++k) greatest = logits[k] > greatest ? logits[k] : greatest;
-  });
+                                      for (int k = 0; k < kSampleVector; ++k)
+                                        greatest = logits[k] > greatest ? logits[k] : greatest;
+                                    });
   greatest = warp_greatest(greatest);
   if (threadIdx.x % kWarpSize == 0 && greatest > minus_infinity())
     atomicMax(&space.states[part.row].greatest, key_of<SampleMath>(greatest));
@@ -200,14 +242,16 @@ __global__ void __launch_bounds__(kSampleThreads)
   }
   __syncthreads();
   Run run;
-  for_each_vector<T>(p, part.row, part.begin, part.end, [&](int, const auto& logits) {
+  for_each_vector<T, kSampleVector>(p, part.row, part.begin, part.end,
+                                    [&](int, const auto& logits) {
 #pragma unroll
-    for (int k = 0; k < kSampleVector; ++k) {
-      if (!(logits[k] > minus_infinity())) continue;
-      const float distance = scale.distance(logits[k]);
-      run.add(counts, weights, distance_bin<SampleMath>(distance), weight_of<SampleMath>(distance));
-    }
-  });
+                                      for (int k = 0; k < kSampleVector; ++k) {
+                                        if (!(logits[k] > minus_infinity())) continue;
+                                        const float distance = scale.distance(logits[k]);
+                                        run.add(counts, weights, distance_bin<SampleMath>(distance),
+                                                weight_of<SampleMath>(distance));
+                                      }
+                                    });
   run.flush(counts, weights);
   __syncthreads();
   RowBins& bins = space.bins[part.row];
@@ -328,17 +372,18 @@ __global__ void __launch_bounds__(kSampleThreads)
   if (!search.needed) return;
   const Scale scale = scale_of(p, state, part.row);
   uint32_t* list = space.lists + part.row * kListed;
-  for_each_vector<T>(p, part.row, part.begin, part.end, [&](int, const auto& logits) {
+  for_each_vector<T, kSampleVector>(
+      p, part.row, part.begin, part.end, [&](int, const auto& logits) {
 #pragma unroll
-    for (int k = 0; k < kSampleVector; ++k) {
-      if (!(logits[k] > minus_infinity())) continue;
-      if (distance_bin<SampleMath>(scale.distance(logits[k])) != search.bin) continue;
-      // A count past the end of the list says that it is not complete.
-      if (*static_cast<volatile uint32_t*>(&state.listed) > kListed) continue;
-      const uint32_t at = atomicAdd(&state.listed, 1u);
-      if (at < kListed) list[at] = key_of<SampleMath>(logits[k]);
-    }
-  });
+        for (int k = 0; k < kSampleVector; ++k) {
+          if (!(logits[k] > minus_infinity())) continue;
+          if (distance_bin<SampleMath>(scale.distance(logits[k])) != search.bin) continue;
+          // A count past the end of the list says that it is not complete.
+          if (*static_cast<volatile uint32_t*>(&state.listed) > kListed) continue;
+          const uint32_t at = atomicAdd(&state.listed, 1u);
+          if (at < kListed) list[at] = key_of<SampleMath>(logits[k]);
+        }
+      });
   let_kernel_after_start();
 }
 
@@ -367,7 +412,7 @@ __global__ void __launch_bounds__(kChooseThreads, 1)
       for (uint32_t i = threadIdx.x; i < listed; i += kChooseThreads) body(list[i]);
       return;
     }
-    for_each_vector<T>(p, row, 0, p.draws.vocab, [&](int, const auto& logits) {
+    for_each_vector<T, kSampleVector>(p, row, 0, p.draws.vocab, [&](int, const auto& logits) {
 #pragma unroll
       for (int k = 0; k < kSampleVector; ++k) {
         if (logits[k] > minus_infinity() &&

@@ -6,7 +6,7 @@
 // added in ascending order, so that a logit does not depend on the batch, the tile or the shard.
 //
 // The tile's logits are turned over in shared memory, and either written, or drawn from at once: a warp has a row of
-// the batch, a lane four logits of one block of Philox. Each tile leaves a candidate; a second kernel takes the best.
+// the batch, a lane four logits of a group of noise. Each tile leaves a candidate; a second kernel takes the best.
 // Tiles that are finished tell the others the best score of a row, below which no logarithm need be taken.
 //
 // Weights of float8 become those of a half type on their way into the tensor cores, which is exact.
@@ -17,8 +17,7 @@
 #include "sample/fragments.h"
 #include "sample/lm_head_sm90.h"
 #endif
-#include "sample/sample_device.h"
-#include "sample/sample_policy.h"
+#include "sample/sample_draw.h"
 
 namespace fuselage {
 namespace {
@@ -60,7 +59,7 @@ constexpr int kHeadSumsStride = kHeadRows + kHeadPad;
 struct RowOptions {
   NoiseKey key;
   Heat heat;
-  float floor;  // what a score must reach: the best of a tile before, or -inf
+  uint32_t floor;  // what a score must reach: the key of the best of a tile before, or 0
 };
 
 // All threads of the block; a barrier must follow.
@@ -69,8 +68,7 @@ __device__ __forceinline__ void fetch_options(const LmHead& p, const HeadOutput&
   if (out.logits != nullptr) return;
   for (int b = threadIdx.x; b < columns; b += blockDim.x) {
     if (first_row + b < p.batch) {
-      options[b] = {key_of_row(out.draws, first_row + b), heat_of(out.draws, first_row + b),
-                    minus_infinity()};
+      options[b] = {key_of_row(out.draws, first_row + b), heat_of(out.draws, first_row + b), 0};
     }
   }
 }
@@ -81,7 +79,7 @@ __device__ __forceinline__ void fetch_floors(const LmHead& p, const HeadOutput& 
   for (int b = threadIdx.x; b < columns; b += blockDim.x) {
     if (first_row + b >= p.batch) return;
     const volatile uint32_t* floors = out.floors;  // which other blocks write
-    options[b].floor = value_or_none(floors[(first_row + b) * out.draws.num_samples + sample]);
+    options[b].floor = floors[(first_row + b) * out.draws.num_samples + sample];
   }
 }
 
@@ -92,119 +90,95 @@ __device__ __forceinline__ void write_logits(const HeadOutput& out, const float*
   for (int i = threadIdx.x % kWarpSize; i < count; i += kWarpSize) to[i] = logits[i];
 }
 
-// The vocabulary of a tile. Blocks of Philox start at multiples of four of the whole vocabulary: the first may begin
+// The vocabulary of a tile. Groups of noise start at multiples of their size in the whole vocabulary: the first may begin
 // `before` logits before the tile.
 struct Stretch {
   int64_t begin;  // in the whole vocabulary
   int before, count;
 };
 
-// Four logits of a row, from number `at` of the tile on, -inf where there are none, and what their scores are at most.
-struct Four {
-  float logits[4], bounds[4];
-  uint32_t words[4];
-};
-
-__device__ __forceinline__ Four four_of(const Stretch& stretch, const RowOptions& options,
-                                        const float* tile_logits, int at, int sample) {
-  Four four{};
-  if (stretch.before == 0) {
-    const float4 vector = *reinterpret_cast<const float4*>(tile_logits + at);
-    four.logits[0] = vector.x, four.logits[1] = vector.y;
-    four.logits[2] = vector.z, four.logits[3] = vector.w;
-  } else {
+// body(at, logits) of four logits for each lane, from number `at` of the tile on, -inf where there are none. All lanes
+// call the body equally often.
+template <int kRows, typename Body>
+__device__ __forceinline__ void for_each_four(const Stretch& stretch, const float* tile,
+                                              Body body) {
+#pragma unroll 1
+  for (int first = -stretch.before; first < stretch.count; first += 4 * kWarpSize) {
+    const int at = first + 4 * static_cast<int>(threadIdx.x % kWarpSize);
+    float logits[kRows][4];
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-      four.logits[k] =
-          at + k >= 0 && at + k < stretch.count ? tile_logits[at + k] : minus_infinity();
-  }
+    for (int i = 0; i < kRows; ++i) {
+      const float* from = tile + i * kHeadSumsStride + at;
+      if (stretch.before == 0) {
+        const float4 vector = *reinterpret_cast<const float4*>(from);
+        logits[i][0] = vector.x, logits[i][1] = vector.y;
+        logits[i][2] = vector.z, logits[i][3] = vector.w;
+      } else {
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const bool there = at + k < stretch.count && four.logits[k] == four.logits[k];
-    four.logits[k] = there ? four.logits[k] : minus_infinity();
-    four.bounds[k] = four.logits[k];
-  }
-  if (!options.heat.greedy) {
-    const PhiloxWords words = noise_words(options.key, (stretch.begin + at) >> 2, sample);
+        for (int k = 0; k < 4; ++k)
+          logits[i][k] = at + k >= 0 && at + k < stretch.count ? from[k] : minus_infinity();
+      }
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      four.words[k] = words.words[k];
-      four.bounds[k] = SampleMath::fma(four.logits[k], options.heat.inv_temperature,
-                                       gumbel_bound<SampleMath>(words.words[k]));
+      for (int k = 0; k < 4; ++k) {
+        const bool there = at + k < stretch.count && logits[i][k] == logits[i][k];
+        logits[i][k] = there ? logits[i][k] : minus_infinity();
+      }
     }
+    body(at, logits);
   }
-  return four;
 }
 
-// Whether any logit of the kCount rows from `rows` on may reach its floor: a bit for each row, in all lanes.
-template <int kCount>
+// Whether any logit of the kFours rows from `rows` on may reach its floor: a bit for each row, in all lanes.
+constexpr int kFours = kNoiseGroup / 4;
+
 __device__ __forceinline__ uint32_t rows_that_may_win(const Stretch& stretch,
                                                       const RowOptions* options, const float* tile,
                                                       int sample) {
-  bool may[kCount] = {};
-#pragma unroll 1
-  for (int group = 0; group * 4 < stretch.count + stretch.before; group += kWarpSize) {
-    const int at = (group + static_cast<int>(threadIdx.x % kWarpSize)) * 4 - stretch.before;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const Four four = four_of(stretch, options[i], tile + i * kHeadSumsStride, at, sample);
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        may[i] |= four.bounds[k] >= options[i].floor && four.bounds[k] > minus_infinity();
+  // The lanes that share a group make its noise for a row each.
+  const int lane = threadIdx.x % kWarpSize;
+  const RowOptions& own = options[lane % kFours];
+  bool may[kFours] = {};
+  for_each_four<kFours>(stretch, tile, [&](int at, const float(&logits)[kFours][4]) {
+    float bound = 0.0f;
+    if (!own.heat.greedy) {
+      const int64_t group = group_of(stretch.begin + at);
+      bound = noise_bound<SampleMath>(noise_group(own.key, group, sample).least);
     }
-  }
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) {
+      const float greatest =
+          fmaxf(fmaxf(logits[i][0], logits[i][1]), fmaxf(logits[i][2], logits[i][3]));
+      const float noise = shuffle_from(bound, lane / kFours * kFours + i, kWarpSize);
+      const float most = SampleMath::fma(greatest, options[i].heat.inv_temperature, noise);
+      may[i] |= most >= value_or_none(options[i].floor) && most > minus_infinity();
+    }
+  });
   uint32_t rows = 0;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) rows |= warp_any(may[i]) ? 1u << i : 0u;
+  for (int i = 0; i < kFours; ++i) rows |= warp_any(may[i]) ? 1u << i : 0u;
   return rows;
 }
 
 // The best of a row, in every lane.
-__device__ __forceinline__ Candidate draw_row(const Stretch& stretch, const RowOptions& options,
-                                              const float* tile_logits, int first, int sample) {
-  Candidate best = no_candidate();
-  float floor = options.floor;
-#pragma unroll 1
-  for (int group = 0; group * 4 < stretch.count + stretch.before; group += kWarpSize) {
-    const int at = (group + static_cast<int>(threadIdx.x % kWarpSize)) * 4 - stretch.before;
-    const Four four = four_of(stretch, options, tile_logits, at, sample);
-    int likely = 0;
-    float likely_bound = four.bounds[0];
+__device__ __forceinline__ Candidate draw_row(const Stretch& stretch, RowOptions& options,
+                                              uint32_t floor, const float* tile, int first,
+                                              int sample) {
+  Drawing<MadeKeys> drawing{};
+  drawing.key = options.key;
+  drawing.inv_temperature = options.heat.inv_temperature;
+  drawing.sample = sample;
+  drawing.shared_floor = &options.floor;
+  drawing.best = no_candidate();
+  drawing.floor = value_or_none(floor);
+  for_each_four<1>(stretch, tile, [&](int at, const float(&logits)[1][4]) {
+    if (!options.heat.greedy) {
+      drawing.draw(logits[0], stretch.begin + at, first + at);
+    } else {
 #pragma unroll
-    for (int k = 1; k < 4; ++k) {
-      likely = four.bounds[k] > likely_bound ? k : likely;
-      likely_bound = four.bounds[k] > likely_bound ? four.bounds[k] : likely_bound;
+      for (int k = 0; k < 4; ++k) offer(drawing.best, logits[0][k], logits[0][k], first + at + k);
     }
-    // In every lane the one that is likeliest by its bound; then those that may still be better than the best.
-    uint32_t open = likely_bound >= floor && likely_bound > minus_infinity() ? 1u << likely : 0u;
-#pragma unroll 1
-    for (int turn = 0; turn < 2; ++turn) {
-      while (open != 0) {
-        const int chosen = __ffs(static_cast<int>(open)) - 1;
-        open &= open - 1;
-        float logit = four.logits[0];
-        uint32_t word = four.words[0];
-#pragma unroll
-        for (int k = 1; k < 4; ++k) {
-          logit = k == chosen ? four.logits[k] : logit;
-          word = k == chosen ? four.words[k] : word;
-        }
-        const float score =
-            options.heat.greedy
-                ? logit
-                : SampleMath::fma(logit, options.heat.inv_temperature, gumbel_of<SampleMath>(word));
-        offer(best, score, logit, first + at + chosen);
-      }
-      if (turn != 0) break;
-      floor = warp_greatest(best.score > floor ? best.score : floor);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const bool may = k != likely && four.bounds[k] >= floor;
-        open |= may && four.bounds[k] > minus_infinity() ? 1u << k : 0u;
-      }
-    }
-  }
-  return warp_best(best);
+  });
+  return warp_best(drawing.best);
 }
 
 // All threads of the block, when the sums are there.
@@ -229,10 +203,9 @@ __device__ __forceinline__ void finish_tile(const LmHead& p, const HeadOutput& o
     return;
   }
   const int64_t begin = out.draws.vocab_offset + first;
-  const Stretch stretch{begin, static_cast<int>(begin & 3), count};
-  // Of so many rows at once it is found out whether they may win, which hides how long each takes.
-  constexpr int kAhead = 4;
-  const int ahead = out.floors == nullptr ? 1 : kAhead;
+  const Stretch stretch{begin, static_cast<int>(begin % kNoiseGroup), count};
+  // Of so many rows at once it is found out whether they may win.
+  const int ahead = out.floors == nullptr ? 1 : kFours;
 #pragma unroll 1
   for (int sample = 0; sample < out.draws.num_samples; ++sample) {
     if (out.floors != nullptr) {
@@ -245,14 +218,16 @@ __device__ __forceinline__ void finish_tile(const LmHead& p, const HeadOutput& o
       const uint32_t may_win =
           out.floors == nullptr
               ? ~0u
-              : rows_that_may_win<kAhead>(stretch, options + b, tile + b * kHeadSumsStride, sample);
+              : rows_that_may_win(stretch, options + b, tile + b * kHeadSumsStride, sample);
 #pragma unroll 1
       for (int i = 0; i < ahead && b + i < rows; ++i) {
         const int64_t row = first_row + b + i;
         Candidate best = no_candidate();
         if ((may_win >> i & 1) != 0) {
-          best = draw_row(stretch, options[b + i], tile + (b + i) * kHeadSumsStride,
-                          static_cast<int>(first), sample);
+          RowOptions& own = options[b + i];
+          // NOTE: without floors, what stands there is of the sample before.
+          best = draw_row(stretch, own, out.floors == nullptr ? 0 : own.floor,
+                          tile + (b + i) * kHeadSumsStride, static_cast<int>(first), sample);
         }
         if (lane != 0) continue;
         out.candidates[(row * out.tiles + first / kHeadRows) * out.draws.num_samples + sample] =

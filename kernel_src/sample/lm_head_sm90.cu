@@ -9,10 +9,10 @@
 // Blocks are persistent. The vocabulary is cut into tiles that differ by at most 16 rows, as many for each block: all
 // end together.
 //
-// Noise: three more warps make what each logit's noise is at most, in four bits, while the products run; what they have
-// not made by then, all warps that multiply make. So of most logits it takes a few instructions to see that they cannot
-// win: the bound of their score is below the greatest score of the row so far, which all blocks share. The others are
-// queued, and scored exactly and without branches that diverge.
+// Noise: three more warps make what the noise of each group of 16 logits is at most, for the next tile, while the products
+// run. So of most logits it takes a comparison to see that they cannot win: the bound of their score is below the
+// greatest score of the row so far, which all blocks share. The others are queued, and those three warps score them
+// exactly, while the next products run.
 //
 // Weights of float8 stay as they are in shared memory. A warp loads its rows, turns them into hidden's type, which is
 // exact, and multiplies them from registers, half a stage at a time: its products run while the other half is
@@ -33,7 +33,7 @@
 #include "common/launch_policy.h"
 #include "sample/fragments.h"
 #include "sample/hopper.h"
-#include "sample/sample_device.h"
+#include "sample/sample_draw.h"
 #include "sample/sample_filter.h"
 #include "sample/wgmma.h"
 
@@ -43,8 +43,9 @@ namespace {
 
 // ---- the layout of a block ----
 
-constexpr int kGroupRows = 64;    // of a warpgroup's matrix product
-constexpr int kUnitRows = 16;     // by which tiles differ, four blocks of noise
+constexpr int kGroupRows = 64;  // of a warpgroup's matrix product
+constexpr int kUnitRows = 16;   // by which tiles differ, of a warp
+static_assert(kUnitRows == kNoiseGroup, "a warp's rows share noise");
 constexpr int kHiddenDepth = 64;  // elements of a tile of hidden: rows of 128 bytes
 constexpr int kRowBytes = 128;
 constexpr int kNarrowDepth = 128;  // float8: the depth is filled up to a multiple
@@ -75,7 +76,8 @@ static_assert(2 * registers_of(2).multiplying + registers_of(2).others == 3 * 16
               "of 65536 for 384 threads");
 static_assert(3 * registers_of(3).multiplying + registers_of(3).others == 4 * 128,
               "of 65536 for 512 threads");
-constexpr int kQueue = 140;  // entries of a warp; a turn adds up to 128
+constexpr int kQueue = 136;  // entries of a warp; a turn adds up to 128
+constexpr int kQueueBytes = kQueue * 8 + 4;
 constexpr int kMostShared = 227 * 1024;
 
 // Of one column: what its noise is made with, and what its scores have to beat.
@@ -89,6 +91,11 @@ struct Columns {
   // Where logits are written, in the place of these: its greatest, and in that of `least` the floor below which strips
   // are left out.
   float* greatest;
+
+  __device__ __forceinline__ NoiseKey key_of(int column) const {
+    const uint4 key = noise[column];
+    return {{key.x, key.y}, {key.w, offset[column]}, key.z};
+  }
 };
 
 constexpr int columns_bytes(int columns, int samples) {
@@ -114,13 +121,15 @@ constexpr int hidden_rows(int columns, bool narrow) {
 constexpr int stage_bytes(int columns, bool narrow) {
   return weight_bytes(columns, narrow) + hidden_rows(columns, narrow) * kRowBytes;
 }
-constexpr int noise_bytes(int columns, bool narrow) {
-  return tile_rows(columns, narrow) / 4 * columns * 2;
+// Of a tile; there are two.
+constexpr int noises_of(int columns, bool narrow) {
+  return tile_rows(columns, narrow) / kUnitRows * columns;
 }
+constexpr int noise_bytes(int columns, bool narrow) { return 2 * noises_of(columns, narrow) * 4; }
 constexpr int queue_bytes(int columns, bool narrow) {
-  return multiplying_warps(columns, narrow) * kQueue * 8;
+  return multiplying_warps(columns, narrow) * kQueueBytes;
 }
-constexpr int kBarrierBytes = (2 * kMostStages + 3) * 8;  // and the parts of noise taken
+constexpr int kBarrierBytes = (2 * kMostStages + 5) * 8;
 
 constexpr int fixed_bytes(int columns, bool narrow) {
   return columns_bytes(columns, most_samples(columns)) + noise_bytes(columns, narrow) +
@@ -139,10 +148,10 @@ constexpr int shared_bytes_of(int columns, bool narrow) {
 struct HeadDraw {
   int vocab, batch;
   int64_t vocab_offset;
-  int first_row;  // of the vocabulary, at most 0: blocks of four logits are counted over all shards
-  int units;      // of 16 rows, from first_row on
-  int tiles;      // as many for each block
-  int steps;      // stages of the depth
+  int first_row;    // of the vocabulary, at most 0: groups of noise are counted over all shards
+  int units;        // of 16 rows, from first_row on
+  int tiles;        // as many for each block
+  int steps;        // stages of the depth
   int batch_start;  // rows of the batch before those of this launch
   int num_samples;
   Draws draws;
@@ -186,56 +195,14 @@ struct HalfProducts {
   }
 };
 
-// What a word's noise is at most, in four bits: code * kNoiseStep. For the distance d = (~word + 1/2) / 2^32 of its
-// uniform from 1, the noise is at most -log(d). The bits of a float, as an integer, are a logarithm that is too small by
-// at most 0.0861; with 0x4b as the highest byte these bits are again a float.
-//
-// NOTE: 2^23 * kNoiseStep and kAtZero are integers: they are added where a float's last place is 1.
-constexpr float kNoiseStep = 1.5625f;
-constexpr float kLog2 = 0.69314718055994531f;
-constexpr float kAtZero = 170.0f;
-static_assert(kAtZero * kNoiseStep >= kLog2 * (127 + 256) + 1e-3f, "an upper bound");
-static_assert(15 * kNoiseStep > 22.9f, "of all noise");
-// Least certain noise of a word above 1/2 below the most, besides the step: log(2) as -log(1 - d) is more than d, and
-// the errors of the logarithm and of kAtZero. The greatest words, all of which have code 15, have more than kSureNoise.
-constexpr float kNoiseError = kLog2 * 1.0862f + kAtZero * kNoiseStep - kLog2 * (127 + 256);
-constexpr float kSureNoise = 10 * kNoiseStep;
-
-// A float whose lowest byte is the word's code.
-__device__ __forceinline__ uint32_t code_of(uint32_t word) {
-  // The 23 highest bits, as a number in [1, 2): this distance is too small by less than 2^-23.
-  const float high = __uint_as_float((word >> 9) | 0x3f800000u);
-  const float distance = 1.99999988079071044921875f - high;
-  // 2^23 + 2^15 * (127 + log2(distance))
-  const float logarithm = __uint_as_float(__byte_perm(__float_as_uint(distance), 0x4bu, 0x4321));
-  constexpr float kSlope = -kLog2 / 32768.0f / kNoiseStep;
-  return __float_as_uint(
-      fminf(__fmaf_ru(logarithm, kSlope, kAtZero + 8388608.0f), 15.0f + 8388608.0f));
+// What the noise of a group is at most, with its place in the lowest bits; 0 where a column has no noise.
+__device__ __forceinline__ float bound_and_place(const NoiseGroup& group) {
+  const uint32_t above = __float_as_uint(noise_bound<SampleMath>(group.least)) + kNoiseGroup;
+  return __uint_as_float((above & ~(kNoiseGroup - 1u)) | group.place);
 }
-
-// The codes of the four words of a block. NOTE: only the lowest bytes of what is added have any bit in 16.
-__device__ __forceinline__ uint16_t codes_of(const PhiloxWords& noise) {
-  return static_cast<uint16_t>(code_of(noise.words[0]) + 16 * code_of(noise.words[1]) +
-                               256 * code_of(noise.words[2]) + 4096 * code_of(noise.words[3]));
+__device__ __forceinline__ int place_of(float noise) {
+  return static_cast<int>(__float_as_uint(noise) % kNoiseGroup);
 }
-
-// Where a lane finds the codes of its row among those of a block of four, and what they stand for. They are not
-// moved: 0x4b as the highest byte makes a float of them as they are.
-struct Codes {
-  uint32_t mask;
-  float step, zero;
-
-  __device__ explicit Codes(int row_of_four) {
-    const int shift = 4 * row_of_four;
-    mask = 15u << shift;
-    step = kNoiseStep / static_cast<float>(1 << shift);
-    zero = -8388608.0f * step;
-  }
-  // The most noise there is.
-  __device__ float noise(uint32_t codes) const {
-    return __fmaf_rn(__uint_as_float((codes & mask) | 0x4b000000u), step, zero);
-  }
-};
 
 // The error of the approximate tanh is below 2^-10.
 __device__ __forceinline__ float approximate_softcap(float logit, float cap, float inverse) {
@@ -254,13 +221,25 @@ __device__ __forceinline__ void raise(float* at, float value) {
   }
 }
 
-// Two floats of shared memory that other threads write to.
-__device__ __forceinline__ float2 read_again(const float* at) {
-  float2 value;
-  asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];"
-               : "=f"(value.x), "=f"(value.y)
+// Four floats of shared memory that other threads write to.
+__device__ __forceinline__ float4 read_again(const float* at) {
+  float4 value;
+  asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
                : "r"(shared_address(at)));
   return value;
+}
+
+// Not a branch: a first tile with 64 of those took 6.9 thousand cycles where it takes 3.9 (H200, 256 columns).
+__device__ __forceinline__ void store_if(bool is, float* at, float value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred is;\n"
+      "setp.ne.b32 is, %0, 0;\n"
+      "@is st.shared.f32 [%1], %2;\n"
+      "}" ::"r"(static_cast<int>(is)),
+      "r"(shared_address(at)), "f"(value)
+      : "memory");
 }
 
 // ---- the draw from a tile ----
@@ -364,42 +343,60 @@ __device__ __forceinline__ int column_of_lane(int lane) {
   return 8 * (chosen / 2) + 2 * (lane & 3) + chosen % 2;
 }
 
+// The logits of a warp that could win.
 struct Queue {
   float* logits;
   uint32_t* places;  // row of the warp's 16, column
+  uint32_t* count;
+
+  __device__ __forceinline__ Queue(char* queues, int warp) {
+    logits = reinterpret_cast<float*>(queues + warp * kQueueBytes);
+    places = reinterpret_cast<uint32_t*>(logits + kQueue);
+    count = places + kQueue;
+  }
 };
 
-// Scores what is queued, a lane each. `row` is the first of the warp's rows.
+// Scores an entry of a queue. `row` is the first of the warp's rows.
 __device__ __forceinline__ void score_queued(const HeadDraw& p, const Columns& columns,
-                                             const Queue& queue, int count, int sample, int width,
-                                             int row, int lane) {
-  __syncwarp();
-#pragma unroll 1
-  for (int i = lane; i < count; i += 32) {
-    float logit = queue.logits[i];
-    const uint32_t place = queue.places[i];
-    const int column = place & 0xffffu, own_row = row + static_cast<int>(place >> 16);
-    if (p.softcap != 0.0f) logit = soft_capped<SampleMath>(logit, p.softcap);
-    float score = logit;
-    if (columns.greedy[column] == 0) {
-      const int64_t index = p.vocab_offset + own_row;
-      const uint4 key = columns.noise[column];
-      const PhiloxWords noise = philox(static_cast<uint32_t>(index >> 2), key.z + sample, key.w,
-                                       columns.offset[column], key.x, key.y);
-      score = __fmaf_rn(logit, columns.inverse[column],
-                        gumbel_of<SampleMath>(word_of_index(noise, index)));
-    }
-    float* least = columns.least + sample * width + column;
-    // Also false for what is no number.
-    if (score > -INFINITY && score >= *least) {
-      const unsigned long long key = static_cast<unsigned long long>(key_of<SampleMath>(score))
-                                         << 32 |
-                                     ~static_cast<uint32_t>(own_row);
-      atomicMax(columns.best + sample * width + column, key);
-      raise(least, score);
-    }
+                                             const Queue& queue, int i, int sample, int width,
+                                             int row) {
+  float logit = queue.logits[i];
+  const uint32_t place = queue.places[i];
+  const int column = place & 0xffffu, own_row = row + static_cast<int>(place >> 16);
+  if (p.softcap != 0.0f) logit = soft_capped<SampleMath>(logit, p.softcap);
+  float score = logit;
+  if (columns.greedy[column] == 0) {
+    const int64_t index = p.vocab_offset + own_row;
+    const float noise = noise_of<SampleMath>(columns.key_of(column), index, sample);
+    score = __fmaf_rn(logit, columns.inverse[column], noise);
   }
-  __syncwarp();
+  float* least = columns.least + sample * width + column;
+  // Also false for what is no number.
+  if (score > -INFINITY && score >= *least) {
+    const unsigned long long key = static_cast<unsigned long long>(key_of<SampleMath>(score))
+                                       << 32 |
+                                   ~static_cast<uint32_t>(own_row);
+    atomicMax(columns.best + sample * width + column, key);
+    raise(least, score);
+  }
+}
+
+// Scores what all warps have queued of a tile whose first row is `row`.
+template <int kColumns, int kMultiplyingWarps>
+__device__ __forceinline__ void score_all_queued(const HeadDraw& p, const Columns& columns,
+                                                 char* queues, int sample, int row, int thread) {
+#pragma unroll 1
+  for (int i = thread;; i += kNoiseThreads) {
+    int left = i, warp = 0;
+#pragma unroll 1
+    for (; warp < kMultiplyingWarps; ++warp) {
+      const int count = static_cast<int>(*Queue(queues, warp).count);
+      if (left < count) break;
+      left -= count;
+    }
+    if (warp == kMultiplyingWarps) break;
+    score_queued(p, columns, Queue(queues, warp), left, sample, kColumns, row + warp * kUnitRows);
+  }
 }
 
 struct SoftCap {
@@ -408,103 +405,81 @@ struct SoftCap {
 
 template <bool kCapped>
 __device__ __forceinline__ SoftCap softcap_of(const HeadDraw& p) {
-  return {p.softcap, kCapped ? 1.0f / p.softcap : 0.0f, p.softcap * (1.0f / 1024)};
+  if (!kCapped) return {};
+  return {p.softcap, 1.0f / p.softcap, p.softcap * (1.0f / 1024)};
 }
 
-// What bounds the scores of four logits: rows lane / 4 and 8 more, and two columns.
-struct Bounds {
-  float logits[4], noise[4], scores[4];
-  float2 inverse;
-};
-
-// `codes` and `inverse` of the first of the columns, and of the first of the rows.
-template <int kColumns, bool kCapped>
-__device__ __forceinline__ Bounds bounds_of(const float* four, const uint16_t* codes,
-                                            const float* inverse, const Codes& decode,
-                                            const SoftCap& softcap) {
-  Bounds bounds;
-  const uint32_t upper = *reinterpret_cast<const uint32_t*>(codes);
-  const uint32_t lower = *reinterpret_cast<const uint32_t*>(codes + 2 * kColumns);
-  bounds.inverse = *reinterpret_cast<const float2*>(inverse);
-#pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    float logit = four[t];
-    if (kCapped) logit = approximate_softcap(logit, softcap.cap, softcap.inverse) + softcap.error;
-    bounds.logits[t] = logit;
-    bounds.noise[t] = decode.noise((t & 2 ? lower : upper) >> (t & 1 ? 16 : 0));
-    bounds.scores[t] =
-        __fmaf_rn(logit, t & 1 ? bounds.inverse.y : bounds.inverse.x, bounds.noise[t]);
-  }
-  return bounds;
+// At least the logit.
+template <bool kCapped>
+__device__ __forceinline__ float bound_of(float logit, const SoftCap& softcap) {
+  return kCapped ? approximate_softcap(logit, softcap.cap, softcap.inverse) + softcap.error : logit;
 }
 
-// Raises what scores have to beat to a lower bound of the greatest, with the arguments of `draw`: without any, all of
-// the first tile's logits would be queued.
+__device__ __forceinline__ float2 two_of(const float* at) {
+  return *reinterpret_cast<const float2*>(at);
+}
+
+// Of each column's noise, the greatest in a warp's rows, that logit's score: at least this. Of rows that are not there it
+// is no number. The arguments are those of `draw`.
 template <int kColumns, bool kCapped>
-__device__ __forceinline__ void raise_least(const HeadDraw& p, const Columns& columns,
-                                            const uint16_t* codes,
-                                            const float (&logits)[kColumns / 2], int sample,
-                                            int lane) {
-  constexpr int kTurns = kColumns / 8;
-  constexpr int kAtOnce = kTurns > 16 ? 2 : kTurns < 4 ? kTurns : 4;
-  const int first = 2 * (lane & 3);
-  const Codes decode((lane >> 2) & 3);
+__device__ __forceinline__ void score_places(const HeadDraw& p, const Columns& columns,
+                                             const float* noise,
+                                             const float (&logits)[kColumns / 2], float* scores,
+                                             int lane) {
   const SoftCap softcap = softcap_of<kCapped>(p);
-  float* least = columns.least + sample * kColumns;
-  for_turns<kAtOnce, kCapped>(logits, [&](const float(&taken)[kAtOnce][4], int turns) {
-    float most[2 * kAtOnce];
+  for_turns<1, kCapped>(logits, [&](const float(&four)[1][4], int turn) {
+    const int column = 8 * turn + 2 * (lane & 3);
+    const float2 noises = two_of(noise + column), inverses = two_of(columns.inverse + column);
 #pragma unroll
-    for (int turn = 0; turn < kAtOnce; ++turn) {
-      const int column = 8 * (turns + turn) + first;
-      const Bounds bounds =
-          bounds_of<kColumns, kCapped>(taken[turn], codes + (lane >> 4) * kColumns + column,
-                                       columns.inverse + column, decode, softcap);
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        const bool greedy = columns.greedy[column + t] != 0;
-        const float inverse = t == 0 ? bounds.inverse.x : bounds.inverse.y;
-        float& of_column = most[2 * turn + t];
-        of_column = -INFINITY;
-#pragma unroll
-        for (int i = t; i < 4; i += 2) {
-          const float sure = fminf(bounds.noise[i], kSureNoise) - kNoiseStep - kNoiseError;
-          const float score =
-              __fmaf_rn(bounds.logits[i] - 2.0f * softcap.error, inverse, greedy ? 0.0f : sure);
-          // Of what rows that are not there hold, NaN, fmaxf gives the other.
-          if (greedy || bounds.noise[i] > kNoiseStep) of_column = fmaxf(of_column, score);
-        }
-      }
+    for (int t = 0; t < 2; ++t) {
+      const float its = t == 0 ? noises.x : noises.y;
+      const float logit =
+          bound_of<kCapped>(place_of(its) >= 8 ? four[0][t + 2] : four[0][t], softcap);
+      const float sure = its > kNoiseBoundSure ? its - kNoiseBoundError
+                         : its == 0.0f         ? 0.0f
+                                               : kLeastNoise;
+      const float score =
+          __fmaf_rn(logit - 2.0f * softcap.error, t == 0 ? inverses.x : inverses.y, sure);
+      store_if(place_of(its) % 8 == lane >> 2, scores + column + t, score);
     }
-    const float greatest = greatest_of_lanes(most, lane);
-    if (greatest > -INFINITY) raise(least + 8 * turns + column_of_lane<kAtOnce>(lane), greatest);
   });
 }
 
-// `logits`: the fragment of a thread, of rows lane / 4 and 8 more and of two columns in each eight. `row` is the
-// first of the warp's rows, and `codes` those of its first four rows.
+// Puts what the logits of a warp's rows have to reach in the place of the bounds of their noise.
+template <int kColumns>
+__device__ __forceinline__ void find_thresholds(float* noise, const float* inverse,
+                                                const float* least, int lane) {
+#pragma unroll
+  for (int first = 0; first < kColumns; first += 128) {
+    const int column = first + 4 * lane;
+    if (column >= kColumns) break;
+    const float4 n = *reinterpret_cast<const float4*>(noise + column);
+    const float4 i = *reinterpret_cast<const float4*>(inverse + column);
+    const float4 l = read_again(least + column);
+    *reinterpret_cast<float4*>(noise + column) =
+        make_float4(threshold_of(l.x, n.x, i.x), threshold_of(l.y, n.y, i.y),
+                    threshold_of(l.z, n.z, i.z), threshold_of(l.w, n.w, i.w));
+  }
+  __syncwarp();
+}
+
+// Queues what could win; of a queue that is full, all is scored. `logits`: the fragment of a thread, of rows lane / 4 and
+// 8 more and of two columns in each eight. `row` is the first of the warp's rows.
 template <int kColumns, bool kCapped>
 __device__ __forceinline__ void draw(const HeadDraw& p, const Columns& columns, const Queue& queue,
-                                     const uint16_t* codes, const float (&logits)[kColumns / 2],
+                                     const float* thresholds, const float (&logits)[kColumns / 2],
                                      int row, int sample, int lane) {
   const int own_column = 2 * (lane & 3);
-  const Codes decode((lane >> 2) & 3);
   const SoftCap softcap = softcap_of<kCapped>(p);
   const uint32_t below = (1u << lane) - 1;
-  float* least = columns.least + sample * kColumns;
-  // Of the first turn.
-  const uint16_t* own_codes = codes + (lane >> 4) * kColumns + own_column;
-  const float* own_inverse = columns.inverse + own_column;
-  float* own_least = least + own_column;
 
   // Which turns have a logit that could win.
   uint32_t turns = 0;
   for_turns<1, kCapped>(logits, [&](const float(&four)[1][4], int turn) {
-    const Bounds bounds = bounds_of<kColumns, kCapped>(four[0], own_codes + 8 * turn,
-                                                       own_inverse + 8 * turn, decode, softcap);
-    const float2 beat = read_again(own_least + 8 * turn);
-    const bool wins = bounds.scores[0] >= beat.x || bounds.scores[1] >= beat.y ||
-                      bounds.scores[2] >= beat.x || bounds.scores[3] >= beat.y;
-    if (wins) turns |= 1u << turn;
+    const float2 reach = two_of(thresholds + own_column + 8 * turn);
+    const float first = bound_of<kCapped>(fmaxf(four[0][0], four[0][2]), softcap);
+    const float second = bound_of<kCapped>(fmaxf(four[0][1], four[0][3]), softcap);
+    if (first >= reach.x || second >= reach.y) turns |= 1u << turn;
   });
   turns = __reduce_or_sync(0xffffffffu, turns);
 
@@ -516,20 +491,23 @@ __device__ __forceinline__ void draw(const HeadDraw& p, const Columns& columns, 
     const int turn = __ffs(turns) - 1, column = 8 * turn + own_column;
     if (turns != 0) {
       take_turns(logits, turn, four);
-      const Bounds bounds = bounds_of<kColumns, kCapped>(four[0], own_codes + 8 * turn,
-                                                         own_inverse + 8 * turn, decode, softcap);
-      const float2 beat = read_again(own_least + 8 * turn);
+      const float2 reach = two_of(thresholds + own_column + 8 * turn);
 #pragma unroll
       for (int t = 0; t < 4; ++t) {
-        winners[t] = __ballot_sync(0xffffffffu, bounds.scores[t] >= (t & 1 ? beat.y : beat.x));
+        const float logit = bound_of<kCapped>(four[0][t], softcap);
+        winners[t] = __ballot_sync(0xffffffffu, logit >= (t & 1 ? reach.y : reach.x));
       }
     }
     const int more =
         __popc(winners[0]) + __popc(winners[1]) + __popc(winners[2]) + __popc(winners[3]);
     if (turns == 0 || count + more > kQueue) {
-      if (count != 0) score_queued(p, columns, queue, count, sample, kColumns, row, lane);
-      count = 0;
       if (turns == 0) break;
+      __syncwarp();
+#pragma unroll 1
+      for (int i = lane; i < count; i += 32)
+        score_queued(p, columns, queue, i, sample, kColumns, row);
+      __syncwarp();
+      count = 0;
     }
     turns &= turns - 1;
 #pragma unroll
@@ -543,77 +521,33 @@ __device__ __forceinline__ void draw(const HeadDraw& p, const Columns& columns, 
       count += __popc(winners[t]);
     }
   }
+  if (lane == 0) *queue.count = count;
 }
 
-// Noise is made in parts of a unit and a column for each lane. The warps that have nothing else to do take one after the
-// other, and when products are done the warps that multiply take what is left: alone, as they are faster. The count
-// of those taken is in shared memory, and kLast in it where these have come.
-constexpr uint32_t kLast = 0x80000000u;
-
-// The number of the part that the warp is to make; too great where all are taken, or left to the last.
-__device__ __forceinline__ int take_part(uint32_t taken, bool is_last, int lane) {
-  uint32_t part = 0;
-  if (lane == 0) {
-    asm volatile("ld.volatile.shared::cta.b32 %0, [%1];" : "=r"(part) : "r"(taken) : "memory");
-    if (is_last || part < kLast)
-      asm volatile("atom.shared::cta.add.u32 %0, [%1], 1;" : "=r"(part) : "r"(taken) : "memory");
-    else
-      part = ~kLast;
-  }
-  // NOTE: the last may come between the two: what is taken is taken.
-  return static_cast<int>(__shfl_sync(0xffffffffu, part, 0) & ~kLast);
-}
-__device__ __forceinline__ void leave_to_last(uint32_t taken, int lane) {
-  if (lane == 0)
-    asm volatile("red.shared::cta.or.b32 [%0], %1;" ::"r"(taken), "r"(kLast) : "memory");
-}
-__device__ __forceinline__ void none_taken(uint32_t taken) {
-  asm volatile("st.volatile.shared::cta.u32 [%0], 0;" ::"r"(taken) : "memory");
-}
+// Noise is made in parts of four units and a column for each lane.
+constexpr int kUnitsOfPart = 4;
 
 constexpr int parts_of(int columns, bool narrow) {
-  return (tile_rows(columns, narrow) / kUnitRows * columns + 31) / 32;
+  return (noises_of(columns, narrow) / kUnitsOfPart + 31) / 32;
 }
 
-// Makes the codes of part `part` of a tile of so many units, whose first row is `row`.
 template <typename Products, int kColumns>
-__device__ __forceinline__ void make_noise(const HeadDraw& p, const Columns& columns,
-                                           uint16_t* codes, int row, int units, int sample,
-                                           int part, int lane) {
-  constexpr int kRoundsAtOnce = 4;
-  const int i = 32 * part + lane, column = i % kColumns, first = i / kColumns * 4;
-  if (first >= units * 4) return;
-  uint16_t made[4] = {};
+__device__ __forceinline__ void make_noise(const HeadDraw& p, const Columns& columns, float* noise,
+                                           int row, int units, int sample, int part, int lane) {
+  const int i = 32 * part + lane, column = i % kColumns, first = i / kColumns * kUnitsOfPart;
+  if (first >= units) return;
+  float made[kUnitsOfPart] = {};
   if (column < p.batch && columns.greedy[column] == 0) {
-    const uint32_t block = static_cast<uint32_t>((p.vocab_offset + row) >> 2) + first;
-    const uint4 key = columns.noise[column];
-    const uint32_t high = columns.offset[column];
-    // Four blocks at once: one waits for its own results most of the time.
-    PhiloxWords noise[4];
+    const NoiseKey key = columns.key_of(column);
+    const int64_t group = group_of(p.vocab_offset + row) + first;
+    // All at once: one waits for its own results most of the time.
 #pragma unroll
-    for (int k = 0; k < 4; ++k) noise[k] = {{block + k, key.z + sample, key.w, high}};
-    uint32_t k0 = key.x, k1 = key.y;
-    const auto round = [&] {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) philox_round<Products>(noise[k], k0, k1);
-      philox_next_keys(k0, k1);
-    };
-    // Half of the products of these two are the same for all four.
-    round();
-    round();
-#pragma unroll 1
-    for (int i = 2; i < kPhiloxRounds; i += kRoundsAtOnce) {
-#pragma unroll
-      for (int j = 0; j < kRoundsAtOnce; ++j) round();
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) made[k] = codes_of(noise[k]);
+    for (int k = 0; k < kUnitsOfPart; ++k)
+      made[k] = bound_and_place(noise_group<Products>(key, group + k, sample));
   }
 #pragma unroll
-  for (int k = 0; k < 4; ++k) codes[(first + k) * kColumns + column] = made[k];
+  for (int k = 0; k < kUnitsOfPart; ++k) noise[(first + k) * kColumns + column] = made[k];
 }
-
-constexpr int kPartsPerNews = 4;  // of noise
 
 // What scores have to beat in the other blocks, on its way to a thread for its columns. Late news only cost time.
 template <int kColumns, int kThreads>
@@ -644,28 +578,39 @@ struct News {
   }
 };
 
-// After the first tile the threads that multiply wait, but not for long, for those of a quarter of the blocks: what
-// those have found leaves hardly any logit to be scored.
+// Raises what scores have to beat to the greatest of score_places in the first tile: without any, all of its logits would
+// be queued. With many columns, the threads that multiply wait, but not for long, for those of an eighth of the blocks.
+// NOTE: without fences: what comes late only costs time.
 template <int kColumns, int kMultiplyingWarps>
-__device__ __forceinline__ void exchange_least(const HeadDraw& p, const Columns& columns,
-                                               int sample, int thread) {
+__device__ __forceinline__ void raise_least(const HeadDraw& p, const Columns& columns, char* queues,
+                                            int units, int sample, int thread) {
   constexpr int kThreadsHere = 32 * kMultiplyingWarps, kPatience = 40;
+  constexpr bool kExchanges = kColumns >= 64;
+  static_assert(kColumns * sizeof(float) <= kQueueBytes, "scores are in the place of queues");
   const auto together = [] { asm volatile("bar.sync 1, %0;" ::"n"(kThreadsHere) : "memory"); };
-  uint32_t* arrived = p.shared_least + p.num_samples * kColumns + sample;
   together();
-  News<kColumns, kThreadsHere> news;
-  news.start(p, sample, thread);
-  news.finish(p, columns, sample, thread);
-  __threadfence();
+  for (int column = thread; column < p.batch; column += kThreadsHere) {
+    float greatest = -INFINITY;
+#pragma unroll
+    for (int warp = 0; warp < kMultiplyingWarps; ++warp) {
+      if (warp < units) greatest = fmaxf(greatest, Queue(queues, warp).logits[column]);
+    }
+    const int at = sample * kColumns + column;
+    raise(columns.least + at, greatest);
+    if (kExchanges) atomicMax(p.shared_least + at, key_of<SampleMath>(greatest));
+  }
   together();
+  if (!kExchanges) return;
   if (thread == 0) {
+    uint32_t* arrived = p.shared_least + p.num_samples * kColumns + sample;
     atomicAdd(arrived, 1u);
-    for (int i = 0; i < kPatience && *const_cast<volatile uint32_t*>(arrived) < gridDim.x / 4;
+    for (int i = 0; i < kPatience && *const_cast<volatile uint32_t*>(arrived) < gridDim.x / 8;
          ++i) {
       __nanosleep(100);
     }
   }
   together();
+  News<kColumns, kThreadsHere> news;
   news.start(p, sample, thread);
   news.finish(p, columns, sample, thread);
   together();
@@ -886,15 +831,15 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
   columns.inverse = columns.greatest = columns.least + kSamples * kColumns;
   columns.offset = reinterpret_cast<uint32_t*>(columns.inverse + kColumns);
   columns.greedy = columns.offset + kColumns;
-  uint16_t* codes =
-      reinterpret_cast<uint16_t*>(columns.greedy + kColumns);  // [blocks of 4 rows, columns]
-  Floors& floors = *reinterpret_cast<Floors*>(codes);          // instead
-  uint32_t* queues = reinterpret_cast<uint32_t*>(codes) + noise_bytes(kColumns, kNarrow) / 4;
+  constexpr int kNoises = noises_of(kColumns, kNarrow);
+  float* noise = reinterpret_cast<float*>(columns.greedy + kColumns);  // [2, units, columns]
+  Floors& floors = *reinterpret_cast<Floors*>(noise);                  // instead
+  char* queues = reinterpret_cast<char*>(noise + 2 * kNoises);
   const uint32_t full =
-      shared_address(queues + queue_bytes(kColumns, kNarrow) / 4);  // [stages] by copies
-  const uint32_t empty = full + kMostStages * 8;                    // [stages] by all that read it
-  const uint32_t noise_full = empty + kMostStages * 8, noise_empty = noise_full + 8;
-  const uint32_t taken = noise_empty + 8;  // parts of noise, of this turn's and the next one's
+      shared_address(queues + queue_bytes(kColumns, kNarrow));  // [stages] by copies
+  const uint32_t empty = full + kMostStages * 8;                // [stages] by all that read it
+  const uint32_t noise_full = empty + kMostStages * 8, noise_empty = noise_full + 16;  // [2]
+  const uint32_t queue_empty = noise_empty + 16;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = kCluster > 1 ? cluster_rank() : 0;
@@ -907,11 +852,12 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
       barrier_create(full + 8 * i, 1);
       barrier_create(empty + 8 * i, kMultiplyingWarps * kCluster);
     }
-    barrier_create(noise_full, kParts);
-    barrier_create(noise_empty, kMultiplyingWarps + kNoiseWarps);
+    for (int i = 0; i < 2; ++i) {
+      barrier_create(noise_full + 8 * i, kNoiseWarps);
+      barrier_create(noise_empty + 8 * i, kMultiplyingWarps);
+    }
+    barrier_create(queue_empty, kNoiseWarps);
     barriers_created();
-    none_taken(taken);
-    none_taken(taken + 4);
     if (stages % 1024 != 0) __trap();  // the swizzle goes by address
   }
   if (p.out.logits == nullptr) {
@@ -940,12 +886,6 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
   const int most_units = (p.units + p.tiles - 1) / p.tiles;
   int stage = 0;
   uint32_t phase = 0;
-  const auto make_part = [&](auto products, const Tile& tile, int sample, int part) {
-    make_noise<decltype(products), kColumns>(p, columns, codes, tile.row, tile.units, sample, part,
-                                             lane);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(noise_full);
-  };
 
   if (warp >= kMultiplyingWarps) {
     registers_give_back<kRegisters.others>();
@@ -1000,35 +940,44 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
     if (warp > kMultiplyingWarps && p.out.logits == nullptr) {
       const int thread = threadIdx.x - 32 * (kMultiplyingWarps + 1);
       wait_for_kernel_before();  // that has set shared_least
-      for (int number = blockIdx.x; number < p.tiles; number += gridDim.x) {
-        const Tile tile = tile_of(p, number);
-        for (int sample = 0; sample < p.num_samples; ++sample) {
-          barrier_wait(noise_empty, phase ^ 1);
-          bool more = true;
-          for (int done = 0; more; ++done) {
-            const bool hears = done % kPartsPerNews == 0;
-            News<kColumns, kNoiseThreads> news;
-            if (hears) news.start(p, sample, thread);
-            const int part = take_part(taken + 4 * phase, false, lane);
-            more = part < kParts;
-            if (more) {
-              // Where products wait for memory it does not matter which.
-              using Products = std::conditional_t<(kColumns > 64), HalfProducts, WholeProducts>;
-              make_part(Products(), tile, sample, part);
-            }
-            if (hears) news.finish(p, columns, sample, thread);
-          }
-          if (lane == 0) barrier_arrive(noise_empty);
-          phase ^= 1;
+      // Of each turn the noise is made, and two turns later, when it is drawn from, what it left is scored.
+      const int turns = p.tiles / static_cast<int>(gridDim.x) * p.num_samples;
+      const auto tile_of_turn = [&](int turn) {
+        return tile_of(p, blockIdx.x + turn / p.num_samples * gridDim.x);
+      };
+      for (int turn = 0; turn < turns + 2; ++turn) {
+        const int half = turn & 1;
+        if (turn >= 2) {
+          barrier_wait(noise_empty + 8 * half, (turn >> 1 & 1) ^ 1);
+          score_all_queued<kColumns, kMultiplyingWarps>(
+              p, columns, queues, (turn - 2) % p.num_samples, tile_of_turn(turn - 2).row, thread);
+          __syncwarp();
+          if (lane == 0) barrier_arrive(queue_empty);
         }
+        if (turn >= turns) continue;
+        const Tile tile = tile_of_turn(turn);
+        const int sample = turn % p.num_samples;
+        for (int first = 0; first < kParts; first += kNoiseWarps) {
+          News<kColumns, kNoiseThreads> news;
+          news.start(p, sample, thread);
+          // Where products wait for memory it does not matter which.
+          using Products = std::conditional_t<(kColumns > 64), HalfProducts, WholeProducts>;
+          const int part = first + thread / 32;
+          if (part < kParts) {
+            make_noise<Products, kColumns>(p, columns, noise + half * kNoises, tile.row, tile.units,
+                                           sample, part, lane);
+          }
+          news.finish(p, columns, sample, thread);
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(noise_full + 8 * half);
       }
     }
   } else {
     registers_take<kRegisters.multiplying>();
-    uint32_t* own_queue = queues + warp * kQueue * 2;
-    const Queue queue{reinterpret_cast<float*>(own_queue), own_queue + kQueue};
+    const Queue queue(queues, warp);
     const int group = warp / 4;
-    uint32_t noise_phase = 0;
+    int turn = 0;
     for (int number = blockIdx.x; number < p.tiles; number += gridDim.x) {
       const Tile tile = tile_of(p, number);
       float logits[kColumns / 2];
@@ -1107,6 +1056,21 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
           phase ^= 1;
         }
       }
+      const bool is_first = number < gridDim.x;
+      const auto own_noise = [&] { return noise + (turn & 1) * kNoises + warp * kColumns; };
+      const auto begin_turn = [&] {
+        barrier_wait(noise_full + 8 * (turn & 1), turn >> 1 & 1);
+        if (turn > 0) barrier_wait(queue_empty, (turn - 1) & 1);
+        if (lane == 0) *queue.count = 0;
+      };
+      const auto set_thresholds = [&](int sample) {
+        find_thresholds<kColumns>(own_noise(), columns.inverse, columns.least + sample * kColumns,
+                                  lane);
+      };
+      if (p.out.logits == nullptr && !is_first) {  // beside the last products
+        begin_turn();
+        set_thresholds(0);
+      }
       products_wait<0>();
       free_stage<kCluster>(empty + 8 * (stage == 0 ? kStages - 1 : stage - 1), lane);
       hold(logits);
@@ -1145,29 +1109,19 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
         }
       }
       for (int sample = 0; sample < p.num_samples; ++sample) {
-        barrier_wait(noise_empty, noise_phase ^ 1);
-        leave_to_last(taken + 4 * noise_phase, lane);
-        while (true) {
-          const int part = take_part(taken + 4 * noise_phase, true, lane);
-          if (part >= kParts) break;
-          make_part(WholeProducts(), tile, sample, part);
-        }
-        barrier_wait(noise_full, noise_phase);
-        noise_phase ^= 1;
-        if (threadIdx.x == 0) none_taken(taken + 4 * noise_phase);
-        const uint16_t* own_codes = codes + warp * (kUnitRows / 4) * kColumns;
+        const bool begun = sample == 0 && !is_first;
+        if (!begun) begin_turn();
         const auto with_softcap = [&](auto capped) {
           constexpr bool kCapped = decltype(capped)::value;
-          if (number < gridDim.x) {
-            if (warp < tile.units) {
-              raise_least<kColumns, kCapped>(p, columns, own_codes, logits, sample, lane);
-            }
-            if (kColumns >= 64)
-              exchange_least<kColumns, kMultiplyingWarps>(p, columns, sample, threadIdx.x);
+          if (is_first) {
+            if (warp < tile.units)
+              score_places<kColumns, kCapped>(p, columns, own_noise(), logits, queue.logits, lane);
+            raise_least<kColumns, kMultiplyingWarps>(p, columns, queues, tile.units, sample,
+                                                     threadIdx.x);
           }
-          if (warp < tile.units) {
-            draw<kColumns, kCapped>(p, columns, queue, own_codes, logits, row, sample, lane);
-          }
+          if (!begun) set_thresholds(sample);
+          if (warp < tile.units)
+            draw<kColumns, kCapped>(p, columns, queue, own_noise(), logits, row, sample, lane);
         };
         if (p.softcap == 0.0f) {
           with_softcap(std::false_type());
@@ -1175,7 +1129,8 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
           with_softcap(std::true_type());
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(noise_empty);
+        if (lane == 0) barrier_arrive(noise_empty + 8 * (turn & 1));
+        ++turn;
       }
     }
     if (kColumns >= kFloorColumns && p.finds_floors && lane == 0) atomicAdd(&floors.ended, 1u);
@@ -1472,7 +1427,7 @@ const char* for_each_launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles,
                             gpuStream stream, After after) {
   const DeviceInfo& info = device_info(device);
   p.vocab = static_cast<int>(head.vocab);
-  p.first_row = -static_cast<int>(p.vocab_offset & 3);
+  p.first_row = -static_cast<int>(p.vocab_offset % kNoiseGroup);
   p.units = static_cast<int>(ceil_div(head.vocab - p.first_row, kUnitRows));
   p.weight_scale = head.weight_scale;
   p.scale_per_row = head.scale_per_row;

@@ -4,12 +4,17 @@
 //   logit = softcap(hidden @ weight.T * weight_scale + bias)       softcap(v) = cap * tanh(v / cap)
 //   score = fma(logit, 1 / temperature, g)       token = the index of the greatest score, of equals the lowest
 //
-// The noise g of a logit depends on nothing but the row's seed, offset and stream, the number of the sample, and
-// the index of the logit counted over all shards: see sample/gumbel.h. Philox has
+// The noise g of a logit is -log(e), of an exponential e of its own or of its group. It depends on nothing but the
+// row's seed, offset and stream, the number of the sample, and the index of the logit counted over all shards:
+//   group = index / 16               Philox(group)[0] is the word w of the group's least exponential,
+//                                    Philox(group)[1] >> 28 the place, index % 16, of the logit that has it
+//   e     = -log(u(w)) / 16          of that logit
+//   e     = -log(u(w)) / 16 - log(u(Philox'(index / 4)[index % 4]))   of the others
+// with u(w) = (w + 1/2) / 2^32. These e are as independent exponentials are: see sample/gumbel.h. Philox has
 //   key     = low and high word of the seed
-//   counter = (index / 4, 256 * stream + sample, low and high word of the offset)
-// and the noise is made of its output number index % 4. `stream` is the number of the row where all rows share a
-// seed, and 0 where each has its own. Rows with a temperature of 0 have no noise, and score = logit.
+//   counter = (its argument, 256 * stream + sample, low and high word of the offset)
+// and Philox' the other highest bit of the offset. `stream` is the number of the row where all rows share a seed,
+// and 0 where each has its own. Rows with a temperature of 0 have no noise, and score = logit.
 //
 // Logits of -inf and NaN are never drawn. A row without any other gives -1.
 //

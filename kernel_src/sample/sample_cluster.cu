@@ -151,19 +151,18 @@ __device__ __forceinline__ float load_part(const GumbelSample& p, int64_t row, c
     }
     return greatest;
   }
-  for_each_vector<T>(p, row, part.begin, part.begin + part.size,
-                     [&](int column, const auto& logits) {
-                       const int at = column - part.begin;
-                       if (at >= part.size) return;
+  for_each_vector<T, kSampleVector>(
+      p, row, part.begin, part.begin + part.size, [&](int column, const auto& logits) {
+        const int at = column - part.begin;
+        if (at >= part.size) return;
 #pragma unroll
-                       for (int k = 0; k < kSampleVector; ++k)
-                         greatest = fmaxf(logits[k], greatest);
+        for (int k = 0; k < kSampleVector; ++k) greatest = fmaxf(logits[k], greatest);
 #pragma unroll
-                       for (int k = 0; k < kSampleVector; k += 4) {
-                         *reinterpret_cast<float4*>(part.logits + at + k) =
-                             make_float4(logits[k], logits[k + 1], logits[k + 2], logits[k + 3]);
-                       }
-                     });
+        for (int k = 0; k < kSampleVector; k += 4) {
+          *reinterpret_cast<float4*>(part.logits + at + k) =
+              make_float4(logits[k], logits[k + 1], logits[k + 2], logits[k + 3]);
+        }
+      });
   return greatest;
 }
 
@@ -654,12 +653,11 @@ __global__ void __launch_bounds__(kClusterThreads, 2)
   Drawing<MadeKeys> drawing{};
   drawing.key = key;
   drawing.inv_temperature = heat.inv_temperature;
-  drawing.shift = static_cast<int>(p.draws.vocab_offset & 3);
-  drawing.block_floor = &shared.floor;
+  drawing.shared_floor = &shared.floor;
   for (int sample = 0; sample < p.draws.num_samples; ++sample) {
     drawing.sample = sample;
     drawing.best = no_candidate();
-    drawing.set_floor(minus_infinity());
+    drawing.floor = minus_infinity();
     if (threadIdx.x == 0) shared.floor = 0;
     __syncthreads();
     part.for_each_four([&](int number, const float(&four)[4]) {
@@ -679,7 +677,7 @@ __global__ void __launch_bounds__(kClusterThreads, 2)
       }
       if (!warp_any(is_any)) return;
       drawing.take_floor();
-      drawing.offer_all(allowed, p.draws.vocab_offset + column, column);
+      drawing.draw(allowed, p.draws.vocab_offset + column, column);
     });
     const Candidate best = block_best<kClusterThreads>(drawing.best, shared.best_of_warps);
     if (threadIdx.x == 0) candidates[sample] = best;

@@ -1,10 +1,7 @@
 // Reading a row's logits, and offering them to a draw: what the kernels that draw from given logits share.
 //
-// Most logits cannot win whatever the logarithms of their noise are, and only the few others are computed. A score
-// reaches `floor` only if
-//   1 - u <= -log(u) = e^-g <= e^(logit / temperature - floor)
-// where u is the random word as a number in (0, 1). That takes no logarithm, and four neighbouring logits are
-// told together by the greatest of them and the greatest of their words.
+// Most logits cannot win by the greatest noise of their group, which a bound of it tells without a logarithm. Only the few
+// others' noise is made.
 #pragma once
 
 #include "sample/sample_device.h"
@@ -14,11 +11,11 @@ namespace fuselage {
 
 // ---- logits ----
 
-// kSampleVector logits of a row on their way, as whole vectors of 16 bytes.
-template <typename T>
+// kLogits of a row on their way, as whole vectors of 16 bytes.
+template <typename T, int kLogits>
 struct LogitLoading {
   static constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
-  static constexpr int kCount = kSampleVector / kWidth;
+  static constexpr int kCount = kLogits / kWidth;
   Loading<T, kWidth, false> loading[kCount];
 
   __device__ __forceinline__ void start(const T* row, int column, int dim) {
@@ -27,8 +24,7 @@ struct LogitLoading {
   }
   // What may not be drawn, what is behind the end and NaN among it, is -inf.
   __device__ __forceinline__ void finish(const GumbelSample& p, int64_t row_number, const T* row,
-                                         int column, int dim,
-                                         float (&logits)[kSampleVector]) const {
+                                         int column, int dim, float (&logits)[kLogits]) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       float values[kWidth];
@@ -38,24 +34,24 @@ struct LogitLoading {
     }
     if (column >= dim) {
 #pragma unroll
-      for (int k = 0; k < kSampleVector; ++k) logits[k] = minus_infinity();
+      for (int k = 0; k < kLogits; ++k) logits[k] = minus_infinity();
       return;
     }
     if (p.bias != nullptr) {
 #pragma unroll
-      for (int k = 0; k < kSampleVector; ++k) {
+      for (int k = 0; k < kLogits; ++k) {
         if (column + k < dim)
           logits[k] += element_of(p.bias, p.bias_dtype, row_number * p.bias_stride + column + k);
       }
     }
-    uint32_t mask = 0xffu;
+    uint32_t mask = ~0u;
     if (p.bitmask != nullptr) {
       mask = static_cast<uint32_t>(p.bitmask[row_number * p.bitmask_stride + column / 32]) >>
              (column % 32);
     }
-    static_assert(32 % kSampleVector == 0, "a vector has one word of the mask");
+    static_assert(32 % kLogits == 0, "a vector has one word of the mask");
 #pragma unroll
-    for (int k = 0; k < kSampleVector; ++k) {
+    for (int k = 0; k < kLogits; ++k) {
       const bool drawn = column + k < dim && (mask >> k & 1) != 0 && logits[k] == logits[k];
       logits[k] = drawn ? logits[k] : minus_infinity();
     }
@@ -67,67 +63,64 @@ __device__ __forceinline__ const T* row_of(const GumbelSample& p, int64_t row) {
   return static_cast<const T*>(p.logits) + row * p.stride;
 }
 
-// body(column, logits) for the vectors of the columns [begin, end) of a row, shared out over the block. All
+// body(column, logits) for the vectors, of kLogits each, of the columns [begin, end) of a row, shared out over the block. All
 // threads call the body equally often. NOTE: NaN may be among the logits.
-template <typename T, typename Body>
+template <typename T, int kLogits, typename Body>
 __device__ __forceinline__ void for_each_vector(const GumbelSample& p, int64_t row, int64_t begin,
                                                 int64_t end, Body body) {
-  using Whole = Vector<T, LogitLoading<T>::kWidth>;
-  constexpr int kCount = LogitLoading<T>::kCount;
+  using Logits = LogitLoading<T, kLogits>;
+  using Whole = Vector<T, Logits::kWidth>;
+  constexpr int kCount = Logits::kCount, kAtOnce = kSampleTurn / kLogits;
   const T* data = row_of<T>(p, row);
   const int dim = static_cast<int>(end);
-  const int64_t turn = int64_t{blockDim.x} * kSampleVector;
+  const int64_t turn = int64_t{blockDim.x} * kLogits;
   const bool plain =
       p.bias == nullptr && p.bitmask == nullptr && Whole::shift_of(data + begin) == 0;
-  for (int64_t first = begin; first < end; first += turn * kSampleVectors) {
-    float logits[kSampleVectors][kSampleVector];
-    if (plain && first + turn * kSampleVectors <= end) {
-      Whole loaded[kSampleVectors][kCount];
+  for (int64_t first = begin; first < end; first += turn * kAtOnce) {
+    float logits[kAtOnce][kLogits];
+    if (plain && first + turn * kAtOnce <= end) {
+      Whole loaded[kAtOnce][kCount];
 #pragma unroll
-      for (int j = 0; j < kSampleVectors; ++j) {
+      for (int j = 0; j < kAtOnce; ++j) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-          loaded[j][i] =
-              Whole::load(data + first + j * turn + int64_t{threadIdx.x} * kSampleVector +
-                          i * LogitLoading<T>::kWidth);
+          loaded[j][i] = Whole::load(data + first + j * turn + int64_t{threadIdx.x} * kLogits +
+                                     i * Logits::kWidth);
         }
       }
 #pragma unroll
-      for (int j = 0; j < kSampleVectors; ++j) {
+      for (int j = 0; j < kAtOnce; ++j) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-          float values[LogitLoading<T>::kWidth];
+          float values[Logits::kWidth];
           loaded[j][i].to_floats(values);
 #pragma unroll
-          for (int k = 0; k < LogitLoading<T>::kWidth; ++k)
-            logits[j][i * LogitLoading<T>::kWidth + k] = values[k];
+          for (int k = 0; k < Logits::kWidth; ++k) logits[j][i * Logits::kWidth + k] = values[k];
         }
       }
     } else {
-      LogitLoading<T> loading[kSampleVectors];
+      Logits loading[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < kSampleVectors; ++j) {
-        const int64_t column = first + j * turn + int64_t{threadIdx.x} * kSampleVector;
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int64_t column = first + j * turn + int64_t{threadIdx.x} * kLogits;
         loading[j].start(data, static_cast<int>(column < end ? column : end), dim);
       }
 #pragma unroll
-      for (int j = 0; j < kSampleVectors; ++j) {
-        const int64_t column = first + j * turn + int64_t{threadIdx.x} * kSampleVector;
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int64_t column = first + j * turn + int64_t{threadIdx.x} * kLogits;
         loading[j].finish(p, row, data, static_cast<int>(column < end ? column : end), dim,
                           logits[j]);
       }
     }
 #pragma unroll
-    for (int j = 0; j < kSampleVectors; ++j) {
-      const int64_t column = first + j * turn + int64_t{threadIdx.x} * kSampleVector;
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int64_t column = first + j * turn + int64_t{threadIdx.x} * kLogits;
       body(static_cast<int>(column < end ? column : end), logits[j]);
     }
   }
 }
 
 // ---- the draw ----
-
-constexpr float kLog2OfE = 1.4426950408889634f;
 
 // The keys of Philox's rounds. Kept by a draw of many words, for which adding them up each time is a third of the work.
 struct KeptKeys {
@@ -146,148 +139,165 @@ struct KeptKeys {
   static __device__ __forceinline__ uint32_t shuffle_from_first(uint32_t value) {
     return __float_as_uint(shuffle_from(__uint_as_float(value), 0, kWarpSize));
   }
-  // As noise_words.
-  __device__ __forceinline__ PhiloxWords words(const NoiseKey& key, int64_t block,
-                                               int sample) const {
-    PhiloxWords counter{{static_cast<uint32_t>(block), key.stream + static_cast<uint32_t>(sample),
+  // As noise_group.
+  __device__ __forceinline__ NoiseGroup group(const NoiseKey& key, int64_t group,
+                                              int sample) const {
+    PhiloxWords counter{{static_cast<uint32_t>(group), key.stream + static_cast<uint32_t>(sample),
                          key.offset[0], key.offset[1]}};
 #pragma unroll
     for (int round = 0; round < kPhiloxRounds; ++round)
       philox_round<WholeProducts>(counter, keys[0][round], keys[1][round]);
-    return counter;
+    return noise_group_of(counter);
   }
 };
 
 // The keys of rounds made each time.
 struct MadeKeys {
-  __device__ __forceinline__ PhiloxWords words(const NoiseKey& key, int64_t block,
-                                               int sample) const {
-    return noise_words(key, block, sample);
+  __device__ __forceinline__ NoiseGroup group(const NoiseKey& key, int64_t group,
+                                              int sample) const {
+    return noise_group(key, group, sample);
   }
 };
 
+// What a logit has to reach for a score of `least` with noise of at most `noise`. Less by more than all that is rounded
+// here and in the score.
+__device__ __forceinline__ float threshold_of(float least, float noise, float inv_temperature) {
+  const float threshold =
+      __fdividef(least - noise - (fabsf(least) + 32.0f) * 1e-6f, inv_temperature);
+  // NOTE: no number where that is infinite.
+  return least < -minus_infinity() ? threshold - fabsf(threshold) * 1e-6f - 1e-30f : least;
+}
+
 // One thread's draw of one sample of a row. All threads of a warp call all of it together. The floor, which a score
-// must reach, is the best score that the block is known to have: `block_floor`, in shared memory, has its key.
+// must reach, is the best score that is known: `shared_floor`, in shared memory, has its key, or 0.
 template <typename Keys>
 struct Drawing {
   NoiseKey key;
   Keys keys;
   float inv_temperature;
-  int sample, shift;
-  uint32_t* block_floor;
+  int sample;
+  uint32_t* shared_floor;
   Candidate best;
-  float floor,
-      exponent;  // 2^(logit * inv_temperature * log2(e) + exponent) bounds 1 - u from above
+  float floor;
 
-  __device__ __forceinline__ void set_floor(float value) {
-    floor = value;
-    // Less by more than all that is rounded here and in the score.
-    const float scaled = value * kLog2OfE;
-    exponent = absolute(scaled) * 9.5367431640625e-7f + 0.001953125f - scaled;
-  }
-
-  static __device__ __forceinline__ float absolute(float value) {
-    return __uint_as_float(__float_as_uint(value) & 0x7fffffffu);
-  }
-
-  // Whether a logit of at most `logit` with a word of at most `word` may reach the floor. NOTE: what is no number
-  // may.
-  __device__ __forceinline__ bool may_win(float logit, uint32_t word) const {
-    const float most =
-        exp2_approximate(SampleMath::fma(logit, inv_temperature * kLog2OfE, exponent));
-    // 1 + u, of which 23 bits are left, in [1, 2).
-    const float u = __uint_as_float(word >> 9 | 0x3f800000u);
-    return !(u < 1.99999976158142090f - most);
-  }
-
-  // A score of at most that of the logit, by approximate logarithms.
+  // A score of at most that of the logit in the group's place, by approximate logarithms.
   __device__ __forceinline__ float low_score(float logit, uint32_t word) const {
     const float u = static_cast<float>(word >> 8) * 5.9604644775390625e-8f;
     const float minus_log = 4.76837158e-7f - 0.69314718f * log2_approximate(u);
-    const float score =
-        SampleMath::fma(logit, inv_temperature, -0.69314718f * log2_approximate(minus_log));
-    return score - absolute(score) * 1.0e-6f - 1.0e-4f;
+    const float noise = kLogOfNoiseGroup - 0.69314718f * log2_approximate(minus_log);
+    const float score = SampleMath::fma(logit, inv_temperature, noise);
+    return score - fabsf(score) * 1.0e-6f - 1.0e-4f;
   }
 
-  // Takes the floor that the warp and the rest of the block have.
+  // Takes the floor that the warp and all others have.
   __device__ __forceinline__ void share_floor(float score) {
     score = warp_greatest(score);
     if (score > floor) {
-      set_floor(score);
-      if (threadIdx.x % kWarpSize == 0) atomicMax(block_floor, key_of<SampleMath>(score));
+      floor = score;
+      if (threadIdx.x % kWarpSize == 0) atomicMax(shared_floor, key_of<SampleMath>(score));
     }
   }
   __device__ __forceinline__ void take_floor() {
-    const float others = value_or_none(*static_cast<volatile uint32_t*>(block_floor));
-    if (others > floor) set_floor(others);
+    const float others = value_or_none(*static_cast<volatile uint32_t*>(shared_floor));
+    if (others > floor) floor = others;
   }
 
-  // Offers neighbouring logits, the first of which is that of `column`, or number `index` of all shards.
+  // The groups of neighbouring logits, the first of which is number `index` of all shards: from number `split` on, the
+  // logits are the next group's. NOTE: all vectors lie alike.
+  struct Groups {
+    NoiseGroup group, next;
+    int split;
+    bool two;
+
+    __device__ __forceinline__ const NoiseGroup& of(int k) const {
+      return k < split ? group : next;
+    }
+  };
   template <int kCount>
-  __device__ __forceinline__ void offer_all(const float (&logits)[kCount], int64_t index,
+  __device__ __forceinline__ Groups groups_at(int64_t index) const {
+    static_assert(kNoiseGroup % kCount == 0, "of two groups at most");
+    Groups groups;
+    groups.split = kNoiseGroup - static_cast<int>(index & (kNoiseGroup - 1));
+    groups.two = index % kCount != 0;
+    groups.group = groups.next = keys.group(key, group_of(index), sample);
+    if (groups.two) groups.next = keys.group(key, group_of(index) + 1, sample);
+    return groups;
+  }
+
+  // Raises the floor to the best of the logits that have their group's greatest noise, by approximate scores.
+  template <int kCount>
+  __device__ __forceinline__ void raise_floor(const float (&logits)[kCount], const Groups& groups) {
+    float score = minus_infinity();
+    const auto take_place = [&](const NoiseGroup& its, int first) {
+      float logit = minus_infinity();
+#pragma unroll
+      for (int k = 0; k < kCount; ++k)
+        logit = first + k == static_cast<int>(its.place) ? logits[k] : logit;
+      const float low = low_score(logit, its.least);
+      score = low > score ? low : score;
+    };
+    take_place(groups.group, kNoiseGroup - groups.split);
+    if (groups.two) take_place(groups.next, -groups.split);
+    share_floor(score);
+  }
+
+  // Whether any of a lane's logits may reach the floor.
+  template <int kCount>
+  __device__ __forceinline__ bool may_win(const float (&logits)[kCount],
+                                          const Groups& groups) const {
+    float greatest = logits[0];
+#pragma unroll
+    for (int k = 1; k < kCount; ++k) greatest = fmaxf(greatest, logits[k]);
+    const uint32_t word =
+        groups.group.least > groups.next.least ? groups.group.least : groups.next.least;
+    return greatest > minus_infinity() &&
+           greatest >= threshold_of(floor, noise_bound<SampleMath>(word), inv_temperature);
+  }
+
+  __device__ __forceinline__ void offer_one(float logit, const NoiseGroup& group, int64_t index,
                                             int column) {
-    uint32_t words[kCount];
-    make_words(index >> 2, words);
-    if (floor == minus_infinity()) {
-      // The first: approximate scores spare the exact ones of nearly all.
-      float score = minus_infinity();
+    const float noise = noise_of<SampleMath>(key, group, index, sample);
+    offer(best, SampleMath::fma(logit, inv_temperature, noise), logit, column);
+  }
+
+  // Offers those of a lane's logits that may win, unless the lane `skips`. The first is that of `column`, and number
+  // `index` of all shards. The greatest come first, as each raises the floor for the others.
+  template <int kCount>
+  __device__ __forceinline__ void offer_all(const float (&logits)[kCount], const Groups& groups,
+                                            int64_t index, int column, bool skips) {
+    const float most = noise_bound<SampleMath>(groups.group.least);
+    const float most_of_next = noise_bound<SampleMath>(groups.next.least);
+    uint32_t untried = skips ? 0 : (1u << kCount) - 1;
+    while (true) {
+      const float reach = threshold_of(floor, most, inv_temperature);
+      const float reach_of_next = threshold_of(floor, most_of_next, inv_temperature);
+      int chosen = 0;
+      float logit = minus_infinity();
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
-        const float low = low_score(logits[k], words[k]);
-        score = low > score ? low : score;
+        const bool may =
+            (untried >> k & 1) != 0 && logits[k] >= (k < groups.split ? reach : reach_of_next);
+        if (may && logits[k] > logit) {
+          chosen = k;
+          logit = logits[k];
+        }
       }
-      share_floor(score);
-    }
-    bool may = false;
-#pragma unroll
-    for (int k = 0; k < kCount; k += 4) {
-      may |=
-          may_win(greater(greater(logits[k], logits[k + 1]), greater(logits[k + 2], logits[k + 3])),
-                  greater(greater(words[k], words[k + 1]), greater(words[k + 2], words[k + 3])));
-    }
-    if (!warp_any(may)) return;
-    uint32_t open = 0;
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) open |= may && may_win(logits[k], words[k]) ? 1u << k : 0u;
-    while (open != 0) {
-      const int chosen = __ffs(static_cast<int>(open)) - 1;
-      open &= open - 1;
-      float logit = logits[0];
-      uint32_t word = words[0];
-#pragma unroll
-      for (int k = 1; k < kCount; ++k) {
-        logit = k == chosen ? logits[k] : logit;
-        word = k == chosen ? words[k] : word;
+      const bool is_open = logit > minus_infinity();
+      if (!warp_any(is_open)) return;
+      if (is_open) {
+        untried &= ~(1u << chosen);
+        offer_one(logit, groups.of(chosen), index + chosen, column + chosen);
       }
-      if (!(logit > minus_infinity())) continue;
-      const float score = SampleMath::fma(logit, inv_temperature, gumbel_of<SampleMath>(word));
-      offer(best, score, logit, column + chosen);
+      share_floor(best.score);
     }
-    share_floor(best.score);
   }
 
- private:
-  // Those from word `shift` of block `block` on.
+  // All of it, for few logits.
   template <int kCount>
-  __device__ __forceinline__ void make_words(int64_t block, uint32_t (&words)[kCount]) const {
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      const PhiloxWords four = keys.words(key, block + i / 4, sample);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) words[i + k] = four.words[k];
-    }
-    if (shift == 0) return;
-    const PhiloxWords last = keys.words(key, block + kCount / 4, sample);
-    const auto word = [&](int i) { return i < kCount ? words[i] : last.words[i - kCount]; };
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      words[i] = shift == 1 ? word(i + 1) : shift == 2 ? word(i + 2) : word(i + 3);
-  }
-
-  // NOTE: of a number and what is none, the number.
-  static __device__ __forceinline__ float greater(float a, float b) { return fmaxf(a, b); }
-  static __device__ __forceinline__ uint32_t greater(uint32_t a, uint32_t b) {
-    return a > b ? a : b;
+  __device__ __forceinline__ void draw(const float (&logits)[kCount], int64_t index, int column) {
+    const Groups groups = groups_at<kCount>(index);
+    if (floor == minus_infinity()) raise_floor(logits, groups);
+    if (warp_any(may_win(logits, groups))) offer_all(logits, groups, index, column, false);
   }
 };
 

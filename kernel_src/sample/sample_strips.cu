@@ -222,9 +222,8 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
       const int64_t index = p.draws.vocab_offset + column;
       float score = logit;
       if (!heat.greedy) {
-        const PhiloxWords words = noise_words(noise, index >> 2, sample);
         score = SampleMath::fma(logit, heat.inv_temperature,
-                                gumbel_of<SampleMath>(word_of_index(words, index)));
+                                noise_of<SampleMath>(noise, index, sample));
       }
       offer(best, score, logit, column);
     }

@@ -19,31 +19,54 @@ def philox(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
     return np.stack(c, -1).astype(np.uint32)
 
 
-def words(index: Tensor, seed: int, offset: int, stream: int = 0, sample: int = 0) -> np.ndarray:
-    """The random word of each logit, by its index."""
-    index = index.numpy().astype(np.uint64)
-    counter = np.zeros((len(index), 4), np.uint32)
-    seed, offset = seed % 2**64, offset % 2**64
-    counter[:, 0] = (index >> 2) & 0xFFFFFFFF
-    counter[:, 1] = stream * 256 + sample
-    counter[:, 2], counter[:, 3] = offset & 0xFFFFFFFF, offset >> 32
-    key = np.broadcast_to(np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32), (len(index), 2))
-    return np.take_along_axis(philox(counter, key), (index & 3).astype(np.int64)[:, None], 1)[:, 0]
+def words(number, seed, offset, stream=0, sample=0) -> np.ndarray:
+    """Philox's four words `[..., 4]` of a number, for one row's sample."""
+    parts = [np.asarray(v).astype(np.uint64) for v in (number, seed, offset, stream, sample)]
+    number, seed, offset, stream, sample = np.broadcast_arrays(*parts)
+    low, high = np.uint64(0xFFFFFFFF), np.uint64(32)
+    counter = [number & low, np.uint64(256) * stream + sample, offset & low, offset >> high]
+    return philox(np.stack(counter, -1), np.stack([seed & low, seed >> high], -1))
 
 
-def gumbel(word: np.ndarray) -> np.ndarray:
-    """-log(-log(u)) in float64, of u = (word + 1/2) / 2^32 whose distance to 1 is exact."""
+def group(index, *key) -> tuple[np.ndarray, np.ndarray]:
+    """The word of the least exponential of each logit's group of 16, and the place that has it."""
+    made = words(np.asarray(index) >> 4, *key)
+    return made[..., 0], made[..., 1] >> 28
+
+
+def own_word(index, seed, offset, *row) -> np.ndarray:
+    """The word of each logit for itself, of an offset whose highest bit is the other."""
+    index = np.asarray(index)
+    made = words(index >> 2, seed, np.asarray(offset).astype(np.uint64) ^ np.uint64(2**63), *row)
+    which = np.broadcast_to(index & 3, made.shape[:-1])
+    return np.take_along_axis(made, which[..., None], -1)[..., 0]
+
+
+def exponential(word: np.ndarray) -> np.ndarray:
+    """-log(u) in float64, of u = (word + 1/2) / 2^32 whose distance to 1 is exact."""
     word = word.astype(np.float64)
     small = -np.log((word + 0.5) / 2**32)
     near_one = -np.log1p(-(2**32 - 1 - word + 0.5) / 2**32)
-    return -np.log(np.where(word < 2**31, small, near_one))
+    return np.where(word < 2**31, small, near_one)
+
+
+def noise(index, seed, offset, stream=0, sample=0) -> np.ndarray:
+    """The Gumbel noise in float64 of logits, seeds, offsets and rows that are numbers or arrays.
+
+    One place of 16 has the least of their exponentials, a 16th of one; each other place has the
+    least plus an exponential of its own.
+    """
+    key = (seed, offset, stream, sample)
+    least, place = group(index, *key)
+    own = np.where(place == np.asarray(index) % 16, 0, exponential(own_word(index, *key)))
+    return -np.log(exponential(least) / 16 + own)
 
 
 def scores(logits: Tensor, temperature, seed, offset, stream=0, sample=0, vocab_offset=0):
     """Of one row, in float64."""
-    index = torch.arange(logits.shape[0]) + vocab_offset
-    noise = gumbel(words(index, seed, offset, stream, sample))
-    return logits.double() / temperature + torch.from_numpy(noise)
+    index = np.arange(logits.shape[0]) + vocab_offset
+    g = noise(index, seed, offset, stream, sample)
+    return logits.double() / temperature + torch.from_numpy(g)
 
 
 def probabilities(logits: Tensor, temperature: float = 1.0) -> Tensor:

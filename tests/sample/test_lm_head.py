@@ -225,7 +225,9 @@ def test_many_tiles_draw_as_from_their_logits(fuselage, device, dtype, batch):
 @pytest.mark.kernels_ci
 @each_dtype
 @pytest.mark.parametrize("narrow", [False, True], ids=["", "float8"])
-@pytest.mark.parametrize("cuts", [(500,), (3, 130, 131, 700), (128, 256, 999)], ids=str)
+@pytest.mark.parametrize(
+    "cuts", [(500,), (3, 130, 131, 700), (1, 6, 13, 16, 999), (128, 256)], ids=str
+)
 def test_shards_combine_to_the_token_of_the_whole(fuselage, device, dtype, cuts, narrow):
     hidden, weight = make(19, 1000, 72, dtype, device)
     if narrow:
@@ -443,6 +445,29 @@ def test_filters_draw_as_from_all_logits(fuselage, device, dtype, options):
         given["temperature"] = temperature[batch - 1 : batch]
         alone = fuselage.lm_head_sample(rows[-1:], weight, seed=seed[-1:], **given)
         assert torch.equal(many[-1:], alone), batch
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_the_head_draws_as_from_its_logits(fuselage, device, dtype):
+    """Where few logits could win, and where all could, which is more than are kept to be scored."""
+    vocab = 70_001 if device == "cuda" else 5001
+    steep = torch.linspace(0.0, 400.0, vocab)
+    weight = torch.cat([of_kinds(vocab)[:, :6], torch.stack([steep, steep.flip(0)], 1)], 1)
+    weight = weight.to(device, dtype)
+    logits = weight.T.float()
+    hidden = torch.eye(8, device=device, dtype=dtype)
+    temperatures = torch.tensor([1.0, 0.3, 2.0, 0.0, 1.0, 1.0, 1.0, 1.0, 30.0], device=device)
+    for batch in (8, 40, 128, 256) if device == "cuda" else (8,):
+        rows = torch.arange(batch, device=device) % 8
+        seed = torch.arange(batch, device=device) // 8
+        for given in ({}, {"num_samples": 4, "vocab_offset": 5}):
+            given = {"temperature": temperatures.repeat(29)[:batch], **given}
+            tokens = fuselage.lm_head_sample(hidden[rows], weight, seed=seed, **given)
+            assert torch.equal(tokens, fuselage.gumbel_sample(logits[rows], seed=seed, **given))
+        given = {"seed": seed, "logit_softcap": 30.0}
+        tokens = fuselage.lm_head_sample(hidden[rows], weight, **given)
+        of_all = fuselage.lm_head_sample(hidden[rows], weight, return_logprobs=True, **given)
+        assert torch.equal(tokens, of_all.tokens), batch
 
 
 def test_filters_of_each_row_advance_its_offset(fuselage, device):

@@ -15,15 +15,29 @@ KNOWN_ANSWERS = [
     (PI_COUNTER, PI_KEY, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
 ]
 
-# Indices whose word is the lowest and the greatest, and some near them, for seed and offset 0.
-EXTREMES = {
-    5992377491: 0,
-    3304761632: 2,
-    4501494404: 2,
-    1453024970: 2**32 - 3,
-    1117418819: 2**32 - 2,
-    6153212237: 2**32 - 1,
-    8098165446: 2**32 - 1,
+# For seed 0, steps and indices where the word of the group's least exponential is the greatest, and
+# so the noise, or the lowest, or near, at the place that has it and at others; and those where the
+# logit's own word is.
+GREATEST, LEAST_OF_PLACES = (2, 16 * 509349773 + 3), (6, 16 * 388336734 + 12)
+EXTREMES_OF_GROUPS = {
+    GREATEST: 2**32 - 1,
+    (2, 16 * 509349773 + 4): 2**32 - 1,
+    (12, 16 * 327623008 + 9): 2**32 - 1,
+    (12, 16 * 327623008): 2**32 - 1,
+    (0, 16 * 410702502 + 4): 2**32 - 2,
+    LEAST_OF_PLACES: 0,
+    (6, 16 * 388336734 + 15): 0,
+    (1, 16 * 471032754 + 12): 1,
+    (0, 16 * 826190408 + 5): 2,
+}
+EXTREMES_OF_OWN_WORDS = {
+    (0, 8796067786): 0,
+    (0, 1041258419): 0,
+    (0, 1847002804): 0,
+    (0, 13530885291): 2**32 - 1,
+    (0, 5069805266): 2**32 - 1,
+    (0, 2816313953): 2**32 - 1837,  # of a group whose least exponential is small, too
+    (0, 13532170439): 2**32 - 6864,
 }
 
 
@@ -48,30 +62,35 @@ def test_philox_of_the_reference_is_the_published_one(counter, key, output):
 
 @pytest.mark.kernels_ci
 def test_the_noise_is_that_of_the_published_generator(fuselage, device):
-    """Of the known answers' keys and counters, by way of seed, stream, offset and index."""
-    for counter, key, output in KNOWN_ANSWERS:
-        index = 4 * counter[0]
-        if index >= 2**34 or counter[1] != 0:
-            continue
-        seed = torch.tensor([key[1] << 32 | key[0]])
-        offset = torch.tensor([counter[3] << 32 | counter[2]])
-        for k, word in enumerate(output):
-            got = noise(fuselage, device, index + k, seed, offset).item()
-            assert got == pytest.approx(reference.gumbel(np.array([word]))[0], abs=1e-6)
+    """Of group 0, whose counter and key are zero as those of the first known answer."""
+    zero = torch.tensor([0])
+    least, second = KNOWN_ANSWERS[0][2][:2]
+    place = second >> 28
+    own = [reference.philox(np.array([i, 0, 0, 2**31]), np.zeros(2)) for i in range(4)]
+    exponentials = reference.exponential(np.concatenate(own))
+    exponentials[place] = 0
+    expected = -np.log(reference.exponential(np.array(least)) / 16 + exponentials)
+    got = [noise(fuselage, device, index, zero, zero).item() for index in range(16)]
+    assert got == pytest.approx(expected, abs=1e-6)
+    assert np.argmax(got) == place == 14
 
 
 def test_the_noise_is_exact_in_both_tails(fuselage, device):
-    for index, word in EXTREMES.items():
-        words = reference.words(torch.tensor([index]), 0, 0)
-        assert words[0] == word
-        got = noise(fuselage, device, index, torch.tensor([0]), torch.tensor([0])).item()
-        assert got == pytest.approx(reference.gumbel(words)[0], rel=3e-7), hex(word)
-    lowest, highest = (
-        noise(fuselage, device, index, torch.tensor([0]), torch.tensor([0])).item()
-        for index in (5992377491, 6153212237)
-    )
-    assert lowest == pytest.approx(-np.log(33 * np.log(2)), rel=3e-7)
-    assert highest == pytest.approx(33 * np.log(2), rel=3e-7)
+    def noise_at(offset, index):
+        return noise(fuselage, device, index, torch.tensor([0]), torch.tensor([offset])).item()
+
+    for (offset, index), word in EXTREMES_OF_GROUPS.items():
+        assert reference.group(index, 0, offset)[0] == word
+    for (offset, index), word in EXTREMES_OF_OWN_WORDS.items():
+        assert reference.own_word(index, 0, offset) == word
+        assert reference.group(index, 0, offset)[1] != index % 16
+    for offset, index in EXTREMES_OF_GROUPS | EXTREMES_OF_OWN_WORDS:
+        expected = reference.noise(index, 0, offset).item()
+        got = noise_at(offset, index)
+        assert got == pytest.approx(expected, rel=3e-7, abs=3e-7), (offset, index)
+    greatest, least = 33 * np.log(2) + np.log(16), np.log(16) - np.log(33 * np.log(2))
+    assert noise_at(*GREATEST) == pytest.approx(greatest, rel=3e-7)
+    assert noise_at(*LEAST_OF_PLACES) == pytest.approx(least, rel=3e-7)
 
 
 @pytest.mark.kernels_ci
@@ -80,17 +99,13 @@ def test_the_noise_is_the_float64_formula(fuselage, device):
     offset = torch.randint(0, 2**63 - 1, (4096,))
     for index in (0, 3, 151935, 2**33 + 1):
         got = noise(fuselage, device, index, seed, offset)[:, 0].double()
-        words = [
-            reference.words(torch.tensor([index]), s, o)[0]
-            for s, o in zip(seed.tolist()[:512], offset.tolist()[:512])
-        ]
-        expected = torch.from_numpy(reference.gumbel(np.array(words)))
-        assert ((got[:512] - expected).abs() <= 3e-7 * expected.abs().clamp(min=1)).all()
+        expected = torch.from_numpy(reference.noise(index, seed.numpy(), offset.numpy()))
+        assert ((got - expected).abs() <= 3e-7 * expected.abs().clamp(min=1)).all()
         assert abs(got.mean() - np.euler_gamma) < 6 * np.pi / np.sqrt(6 * 4096)
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("vocab_offset", [0, 1, 6, 4099])
+@pytest.mark.parametrize("vocab_offset", [0, 1, 6, 13, 16, 4099])
 @pytest.mark.parametrize("vocab", [1, 5, 64, 1003, 9001])
 def test_the_draw_is_that_of_the_float64_reference(fuselage, device, vocab, vocab_offset):
     logits = 3 * torch.randn(3, vocab)
@@ -109,6 +124,24 @@ def test_the_draw_is_that_of_the_float64_reference(fuselage, device, vocab, voca
             chosen = scores[got[row, sample] - vocab_offset]
             # Two scores that are equal in float32 may be in either order in float64.
             assert chosen >= scores.max() - 2e-6, (row, sample)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("vocab_offset", [0, 13])
+def test_of_equal_scores_the_lowest_index_is_drawn(fuselage, device, vocab_offset):
+    """Logits so great that a sum with the noise has few values; a group's are not made in order."""
+    vocab, logit = 9001, 2.0**26
+    seeds = torch.arange(64)
+    tokens = fuselage.gumbel_sample(
+        torch.full((64, vocab), logit, device=device),
+        seed=seeds.to(device),
+        vocab_offset=vocab_offset,
+    ).cpu()
+    index = np.arange(vocab) + vocab_offset
+    noise = reference.noise(index, seeds.numpy()[:, None], 0)
+    scores = (logit + noise).astype(np.float32)
+    assert ((scores == scores.max(1, keepdims=True)).sum(1) > 100).sum() > 32
+    assert (tokens[:, 0].numpy() == scores.argmax(1) + vocab_offset).all()
 
 
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
@@ -131,6 +164,19 @@ def test_a_gpu_draws_what_a_cpu_draws(fuselage, device, dtype):
             )
             for a, b in zip(on_cpu, on_gpu, strict=True):
                 assert torch.equal(a, b.cpu()), options
+
+
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize("vocab_offset", [0, 5])
+def test_a_gpu_draws_what_a_cpu_draws_where_all_could_win(fuselage, device, vocab_offset):
+    """More than the kernel keeps to score them together."""
+    steep = torch.linspace(0.0, 400.0, 30_001)
+    logits = torch.stack([steep, steep.flip(0), torch.zeros(30_001), steep % 7])
+    for temperature in (1.0, 0.01, 100.0, torch.inf):
+        given = {"seed": 3, "num_samples": 3, "temperature": temperature}
+        given["vocab_offset"] = vocab_offset
+        on_gpu = fuselage.gumbel_sample(logits.to(device), **given)
+        assert torch.equal(fuselage.gumbel_sample(logits, **given), on_gpu.cpu()), temperature
 
 
 # Seeds, offsets and streams

@@ -62,7 +62,9 @@ def lm_head_sample(
 
     The noise `g` is made by Philox4x32-10 of the row's seed, offset and stream, the number of the
     sample and the index of the token, and of nothing else: a row draws the same token at any batch
-    size and in any cut of the vocabulary. `u` has 32 bits, and both of its tails are exact.
+    size and in any cut of the vocabulary. Of each 16 tokens whose indices differ in the last four
+    bits alone, one has the greatest `g`, made of a `u` of 32 bits for -log(u) / 16 in place of
+    -log(u); the others add to that the -log(u) of a `u` of their own. All `g` are independent.
 
     Args:
         hidden: `[batch, dim]`, float16, bfloat16 or float32, with any row stride.
