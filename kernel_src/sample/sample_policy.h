@@ -20,13 +20,13 @@ struct SamplePolicy {
 };
 
 inline SamplePolicy sample_policy(const DeviceInfo& device, int64_t batch, int64_t vocab) {
-  // A turn of all threads at least: the first has to find a score to beat. Five at most, so that the last blocks do not
+  // A turn of all threads at least: the first has to find a score to beat. Four at most, so that the last blocks do not
   // keep few multiprocessors busy.
   constexpr int64_t kTurn = int64_t{kSampleThreads} * kSampleTurn;
   const int64_t blocks = int64_t{device.multiprocessors} * kSampleBlocks;
   const int64_t wanted = ceil_div(ceil_div(vocab * batch, blocks), kTurn) * kTurn;
   SamplePolicy policy{};
-  policy.part = std::min<int64_t>(std::max<int64_t>(wanted, kTurn), 5 * kTurn);
+  policy.part = std::min<int64_t>(std::max<int64_t>(wanted, kTurn), 4 * kTurn);
   policy.parts = ceil_div(vocab, policy.part);
   return policy;
 }
