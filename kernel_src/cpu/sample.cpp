@@ -235,8 +235,7 @@ static void sample_noise(const SampleDraw& p, int64_t group, SampleNoise& noise)
   for_each_vector(0, kSampleGroups, [&](int64_t j, auto lanes) {
     Words least;
     __builtin_memcpy(&least, noise.least + j, sizeof(least));
-    // NOTE: of two nearly equal exponentials, the polynomial may give the greater one the greater noise.
-    store(noise.bound + j, noise_of_group<SampleVectors>(least) + 1e-5f, lanes);
+    store(noise.bound + j, noise_bound<SampleVectors>(least), lanes);
   });
 }
 

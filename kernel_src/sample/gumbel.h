@@ -89,6 +89,14 @@ struct NoiseKey {
   uint32_t stream;     // 256 times the number of the row among those of one seed
 };
 
+// The words of a number, for one of a row's samples.
+template <class Products>
+FUSELAGE_SAMPLE PhiloxWords noise_words(const NoiseKey& key, int64_t number, uint32_t offset_high,
+                                        int sample) {
+  return philox<Products>(static_cast<uint32_t>(number), key.stream + static_cast<uint32_t>(sample),
+                          key.offset[0], offset_high, key.key[0], key.key[1]);
+}
+
 // ---- where noise comes from ----
 
 // Noise of neighbours is made from its greatest down, so that most of it need not be made. -log(u) of a uniform u has the
@@ -116,16 +124,13 @@ FUSELAGE_SAMPLE int64_t group_of(int64_t index) { return index >> 4; }
 
 template <class Products = WholeProducts>
 FUSELAGE_SAMPLE NoiseGroup noise_group(const NoiseKey& key, int64_t group, int sample) {
-  return noise_group_of(philox<Products>(static_cast<uint32_t>(group),
-                                         key.stream + static_cast<uint32_t>(sample), key.offset[0],
-                                         key.offset[1], key.key[0], key.key[1]));
+  return noise_group_of(noise_words<Products>(key, group, key.offset[1], sample));
 }
 
 // The own word of a logit. Offsets are not negative: their highest bit tells these words from those of groups.
 FUSELAGE_SAMPLE uint32_t noise_word(const NoiseKey& key, int64_t index, int sample) {
   const PhiloxWords noise =
-      philox(static_cast<uint32_t>(index >> 2), key.stream + static_cast<uint32_t>(sample),
-             key.offset[0], key.offset[1] ^ 0x80000000u, key.key[0], key.key[1]);
+      noise_words<WholeProducts>(key, index >> 2, key.offset[1] ^ 0x80000000u, sample);
   // NOTE: words in registers have no run-time index.
   const uint32_t even = index & 2 ? noise.words[2] : noise.words[0];
   const uint32_t odd = index & 2 ? noise.words[3] : noise.words[1];
@@ -190,12 +195,6 @@ FUSELAGE_SAMPLE Floats exponential_of(typename Math::Words word) {
 template <class Math, class Floats = typename Math::Floats>
 FUSELAGE_SAMPLE Floats least_of_group(typename Math::Words word) {
   return exponential_of<Math>(word) * (1.0f / kNoiseGroup);
-}
-
-// The greatest noise of a group: a draw of the Gumbel distribution, and log(kNoiseGroup), in [-0.36, 25.7].
-template <class Math, class Floats = typename Math::Floats>
-FUSELAGE_SAMPLE Floats noise_of_group(typename Math::Words word) {
-  return -log_of_normal<Math>(least_of_group<Math>(word));
 }
 
 // The noise of a logit of the group: a draw of the Gumbel distribution, in [-3.2, 25.7].

@@ -37,7 +37,7 @@ __device__ __forceinline__ Part part_of(const GumbelSample& p, const SamplePolic
 
 // Groups of logits of which some may win, in shared memory. All threads score them together, when the part is read: most
 // turns find one in a few warps, where all lanes would wait for it.
-struct Groups {
+struct GroupQueue {
   static constexpr uint32_t kMost = 64;
   float logits[kMost][kNoiseGroup];
   int columns[kMost];
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kSampleThreads, kSampleBlocks)
                 Candidate* candidates) {
   __shared__ Candidate of_warps[kSampleThreads / kWarpSize];
   __shared__ uint32_t block_floor;
-  __shared__ __align__(16) Groups queue;
+  __shared__ __align__(16) GroupQueue queue;
   wait_for_kernel_before();
   const Part part = part_of(p, policy);
   const Heat heat = heat_of(p.draws, part.row);
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kSampleThreads, kSampleBlocks)
           if (warp_any(may)) drawing.offer_all(allowed, groups, index, column, !may);
         });
     __syncthreads();
-    const uint32_t queued = queue.count < Groups::kMost ? queue.count : Groups::kMost;
+    const uint32_t queued = queue.count < GroupQueue::kMost ? queue.count : GroupQueue::kMost;
     for (uint32_t i = threadIdx.x; i < queued * kNoiseGroup; i += kSampleThreads) {
       const float logit = queue.logits[i / kNoiseGroup][i % kNoiseGroup];
       const int column = queue.columns[i / kNoiseGroup] + static_cast<int>(i % kNoiseGroup);

@@ -62,6 +62,18 @@ def noise(index, seed, offset, stream=0, sample=0) -> np.ndarray:
     return -np.log(exponential(least) / 16 + own)
 
 
+def drawn_noise(fuselage, device, index: int, seed: Tensor, offset: Tensor, num_samples=1):
+    """The library's noise `[rows, num_samples]` of a logit: the score of a head's only one, 0."""
+    return fuselage.lm_head_sample_shard(
+        torch.zeros(max(len(seed), len(offset)), 8, device=device),
+        torch.zeros(1, 8, device=device),
+        vocab_offset=index,
+        seed=seed.to(device),
+        offset=offset.to(device, copy=True),
+        num_samples=num_samples,
+    ).scores.cpu()
+
+
 def scores(logits: Tensor, temperature, seed, offset, stream=0, sample=0, vocab_offset=0):
     """Of one row, in float64."""
     index = np.arange(logits.shape[0]) + vocab_offset

@@ -41,19 +41,6 @@ EXTREMES_OF_OWN_WORDS = {
 }
 
 
-def noise(fuselage, device, index: int, seed: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """The noise itself, one a row: the score of the only logit of a head, which is zero."""
-    batch = max(seed.shape[0], offset.shape[0])
-    hidden = torch.zeros(batch, 8, device=device)
-    return fuselage.lm_head_sample_shard(
-        hidden,
-        torch.zeros(1, 8, device=device),
-        vocab_offset=index,
-        seed=seed.to(device),
-        offset=offset.to(device, copy=True),
-    ).scores.cpu()
-
-
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize(("counter", "key", "output"), KNOWN_ANSWERS)
 def test_philox_of_the_reference_is_the_published_one(counter, key, output):
@@ -70,14 +57,15 @@ def test_the_noise_is_that_of_the_published_generator(fuselage, device):
     exponentials = reference.exponential(np.concatenate(own))
     exponentials[place] = 0
     expected = -np.log(reference.exponential(np.array(least)) / 16 + exponentials)
-    got = [noise(fuselage, device, index, zero, zero).item() for index in range(16)]
+    got = [reference.drawn_noise(fuselage, device, index, zero, zero).item() for index in range(16)]
     assert got == pytest.approx(expected, abs=1e-6)
     assert np.argmax(got) == place == 14
 
 
 def test_the_noise_is_exact_in_both_tails(fuselage, device):
     def noise_at(offset, index):
-        return noise(fuselage, device, index, torch.tensor([0]), torch.tensor([offset])).item()
+        seed, offset = torch.tensor([0]), torch.tensor([offset])
+        return reference.drawn_noise(fuselage, device, index, seed, offset).item()
 
     for (offset, index), word in EXTREMES_OF_GROUPS.items():
         assert reference.group(index, 0, offset)[0] == word
@@ -98,7 +86,7 @@ def test_the_noise_is_the_float64_formula(fuselage, device):
     seed = torch.randint(-(2**63), 2**63 - 1, (4096,))
     offset = torch.randint(0, 2**63 - 1, (4096,))
     for index in (0, 3, 151935, 2**33 + 1):
-        got = noise(fuselage, device, index, seed, offset)[:, 0].double()
+        got = reference.drawn_noise(fuselage, device, index, seed, offset)[:, 0].double()
         expected = torch.from_numpy(reference.noise(index, seed.numpy(), offset.numpy()))
         assert ((got - expected).abs() <= 3e-7 * expected.abs().clamp(min=1)).all()
         assert abs(got.mean() - np.euler_gamma) < 6 * np.pi / np.sqrt(6 * 4096)

@@ -23,16 +23,10 @@ SEEDS, OFFSETS = np.random.default_rng(1).integers(2**62, size=(2, ROWS))
 
 @functools.cache
 def noise(fuselage, device: str, index: int) -> np.ndarray:
-    """Of a logit, all draws of it: the scores of the only logit of a head, which is zero."""
-    result = fuselage.lm_head_sample_shard(
-        torch.zeros(ROWS, 8, device=device),
-        torch.zeros(1, 8, device=device),
-        vocab_offset=index,
-        seed=torch.from_numpy(SEEDS).to(device),
-        offset=torch.from_numpy(OFFSETS).to(device, copy=True),
-        num_samples=SAMPLES,
-    )
-    return result.scores.flatten().cpu().double().numpy()
+    """Of a logit, all draws of it."""
+    key = torch.from_numpy(SEEDS), torch.from_numpy(OFFSETS)
+    drawn = reference.drawn_noise(fuselage, device, index, *key, num_samples=SAMPLES)
+    return drawn.flatten().double().numpy()
 
 
 def quantiles(fuselage, device: str, begin: int, end: int) -> np.ndarray:
