@@ -48,6 +48,21 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// Whether it is.
+__device__ __forceinline__ bool barrier_is_done(uint32_t barrier, uint32_t parity) {
+  uint32_t is;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(is)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return is != 0;
+}
+
 // Arrives, and says how many bytes the phase has to wait for.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)

@@ -19,9 +19,9 @@
 // widened. Of 16 columns a lane loads four that are neighbours, where the product wants two times two: a kernel before
 // this one puts hidden's columns in that order, and into tiles.
 //
-// For filters logits are written, with the greatest of each strip of 16, which tells sample_strips.cu what it need not
-// read. But writes take time from the reads of weights: the tiles before tell a floor of each row, and strips below it
-// are not written.
+// For filters logits are written, and, by the warps that have no noise to make then, the greatest of each strip of 16,
+// which tells sample_strips.cu what it need not read. But writes take time, also from the reads of weights: the tiles before
+// tell a floor of each row, and strips below it are not written.
 //
 // A logit is accumulated in the order of the depth, whatever the batch and the tile. The greatest score, of
 // equals that of the lowest index, has no order. So a draw depends on neither.
@@ -88,9 +88,8 @@ struct Columns {
   uint32_t* greedy;
   float* least;              // [samples]: scores below this cannot win
   unsigned long long* best;  // [samples]: key of the score, and the complement of the row
-  // Where logits are written, in the place of these: its greatest, and in that of `least` the floor below which strips
-  // are left out.
-  float* greatest;
+  // Where logits are written, in the place of `least`: the floor below which strips are left out; not a number where
+  // there is no row.
 
   __device__ __forceinline__ NoiseKey key_of(int column) const {
     const uint4 key = noise[column];
@@ -242,6 +241,17 @@ __device__ __forceinline__ void store_if(bool is, float* at, float value) {
       : "memory");
 }
 
+// As store_if, to global memory.
+__device__ __forceinline__ void store_global_if(bool is, float* at, const float4& value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred is;\n"
+      "setp.ne.b32 is, %0, 0;\n"
+      "@is st.global.v4.f32 [%1], {%2, %3, %4, %5};\n"
+      "}" ::"r"(static_cast<int>(is)),
+      "l"(at), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w));
+}
+
 // ---- the draw from a tile ----
 
 // Of the turns kTurns * kAt to kTurns * kAt + kTurns - 1, the logits of a thread; -inf where there are none. NOTE:
@@ -311,36 +321,6 @@ __device__ __forceinline__ void for_turns(const float (&logits)[kCount], Body bo
       body(taken, turns);
     }
   }
-}
-
-// The greatest of values[i] of the lanes that differ in bits 2 to 4 only, in those of them of which these bits, from
-// the highest on, are i. NOTE: of a number and what is none, fmaxf takes the number.
-template <int kCount>
-__device__ __forceinline__ float greatest_of_lanes(float (&values)[kCount], int lane) {
-  int mask = 16;
-#pragma unroll
-  for (int half = kCount / 2; half >= 1; half /= 2, mask /= 2) {
-    const bool high = (lane & mask) != 0;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const float given = high ? values[i] : values[i + half];
-      const float kept = high ? values[i + half] : values[i];
-      values[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, mask));
-    }
-  }
-#pragma unroll
-  for (; mask >= 4; mask /= 2)
-    values[0] = fmaxf(values[0], __shfl_xor_sync(0xffffffffu, values[0], mask));
-  return values[0];
-}
-
-// Below the bits of a lane that tell which of the columns of so many turns it is left with by greatest_of_lanes.
-constexpr int shift_of_turns(int turns) { return turns == 4 ? 2 : turns == 2 ? 3 : 4; }
-
-template <int kTurns>
-__device__ __forceinline__ int column_of_lane(int lane) {
-  const int chosen = lane >> shift_of_turns(kTurns);
-  return 8 * (chosen / 2) + 2 * (lane & 3) + chosen % 2;
 }
 
 // The logits of a warp that could win.
@@ -626,62 +606,74 @@ __device__ __forceinline__ void free_stage(uint32_t empty, int lane) {
   }
 }
 
-// Writes a warp's logits and the greatest of its strip: rows `upper` and 8 more of the vocabulary. Strips below a
-// row's floor are left out.
+// Exchanges values between lanes that differ in a bit: then the lane without it has `first` of both, and the other one has
+// `second` of both.
+__device__ __forceinline__ void exchange(float& first, float& second, int bit, int lane) {
+  const bool high = (lane & bit) != 0;
+  const float got = __shfl_xor_sync(0xffffffffu, high ? first : second, bit);
+  first = high ? got : first;
+  second = high ? second : got;
+}
+
+// The greatest of values[i] of the lanes that differ in bits 3 and 4 only, in those of which these bits, from the
+// highest on, are i. NOTE: of a number and what is none, fmaxf takes the number.
+template <int kCount>
+__device__ __forceinline__ float greatest_of_lanes(float (&values)[kCount], int lane) {
+  int bit = 16;
+#pragma unroll
+  for (int half = kCount / 2; half >= 1; half /= 2, bit /= 2) {
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      exchange(values[i], values[i + half], bit, lane);
+      values[i] = fmaxf(values[i], values[i + half]);
+    }
+  }
+#pragma unroll
+  for (; bit >= 8; bit /= 2)
+    values[0] = fmaxf(values[0], __shfl_xor_sync(0xffffffffu, values[0], bit));
+  return values[0];
+}
+
+// Writes a warp's logits, of rows from `row` on, but for strips below a column's floor. The greatest of each strip goes to
+// `greatest`, unless that is null. What is not there is no number.
+//
+// A lane gets four neighbouring rows of a column in each turn. NOTE: without branches, so that several turns wait for
+// their shuffles together: one after the other, of those that have anything to be written, took twice as long.
 template <bool kCapped, int kCount>
 __device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& columns,
-                                             const float (&logits)[kCount], int upper,
-                                             bool has_upper, bool has_lower, int lane) {
+                                             const float (&logits)[kCount], float* greatest,
+                                             int row, int lane) {
   static_assert(kUnitRows == kStrip, "a warp has a strip");
-  constexpr int kAtOnce = kCount > 64 ? 2 : 4;  // turns: as many as registers hold
-  constexpr int kShift = shift_of_turns(kAtOnce);
-  const Strips& strips = p.out.strips;
-  const int first = 2 * (lane & 3);
-  const int own_column = column_of_lane<kAtOnce>(lane);
-  float* to = p.out.logits + (int64_t{p.batch_start} + first) * p.out.stride + upper;
-  float* greatest_to = strips.greatest + (int64_t{p.batch_start} + own_column) * strips.stride +
-                       (upper - (lane >> 2)) / kStrip;
-  const auto write = [&](const float(&taken)[kAtOnce][4], int turns) {
-    float greatest[2 * kAtOnce];
-#pragma unroll
-    for (int t = 0; t < kAtOnce; ++t) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        greatest[2 * t + i] =
-            fmaxf(has_upper ? taken[t][i] : -INFINITY, has_lower ? taken[t][i + 2] : -INFINITY);
-      }
-    }
-    const float of_strip = fmaxf(greatest_of_lanes(greatest, lane), -INFINITY);
-    const int column = 8 * turns + own_column;
-    bool written = column < p.batch;
-    if (strips.greatest != nullptr && written) {
-      greatest_to[8 * turns * strips.stride] = of_strip;
-      written = of_strip >= const_cast<const volatile float*>(columns.least)[column];
-      if (of_strip > const_cast<const volatile float*>(columns.greatest)[column])
-        raise(columns.greatest + column, of_strip);
-    }
-    uint32_t all_written = __ballot_sync(0xffffffffu, written);
-    if (all_written == 0) return;
-    all_written >>= lane & 3;
-#pragma unroll
-    for (int t = 0; t < kAtOnce; ++t) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float* at = to + (8 * (turns + t) + i) * p.out.stride;
-        const bool its = all_written >> ((2 * t + i) << kShift) & 1;
-        if (its && has_upper) at[0] = taken[t][i];
-        if (its && has_lower) at[8] = taken[t][i + 2];
-      }
-    }
-  };
+  constexpr int kAtOnce = kCapped || kCount < 16 ? 1 : 4;
+  constexpr int kLanesOfTurn = 32 / kAtOnce;  // that tell the greatest of its strips
+  const int own_column = 2 * (lane & 3) + (lane >> 2 & 1);
+  const int own_row = row + 8 * (lane >> 3 & 1) + 4 * (lane >> 4);
+  const int told_column = own_column + 8 * (lane / kLanesOfTurn);
+  const bool is_there = own_row < p.vocab, tells = greatest != nullptr;
+  float* to = p.out.logits + (int64_t{p.batch_start} + own_column) * p.out.stride + own_row;
   for_turns<kAtOnce, kCapped>(logits, [&](float(&taken)[kAtOnce][4], int turns) {
+    const float floor = columns.least[8 * turns + told_column];
+    float of_lane[kAtOnce];
 #pragma unroll
     for (int t = 0; t < kAtOnce; ++t) {
 #pragma unroll
       for (int i = 0; i < 4 && kCapped; ++i)
         taken[t][i] = soft_capped<SampleMath>(taken[t][i], p.softcap);
+      exchange(taken[t][0], taken[t][2], 8, lane);
+      exchange(taken[t][1], taken[t][3], 8, lane);
+      exchange(taken[t][0], taken[t][1], 4, lane);
+      exchange(taken[t][2], taken[t][3], 4, lane);
+      of_lane[t] = fmaxf(fmaxf(taken[t][0], taken[t][1]), fmaxf(taken[t][2], taken[t][3]));
     }
-    write(taken, turns);
+    const float of_strip = fmaxf(greatest_of_lanes(of_lane, lane), -INFINITY);
+    store_if(tells, greatest + 8 * turns + told_column, of_strip);
+    const uint32_t written = __ballot_sync(0xffffffffu, of_strip >= floor) >> (lane & 7);
+#pragma unroll
+    for (int t = 0; t < kAtOnce; ++t) {
+      store_global_if(is_there && (written >> t * kLanesOfTurn & 1) != 0, to,
+                      make_float4(taken[t][0], taken[t][1], taken[t][2], taken[t][3]));
+      to += 8 * p.out.stride;
+    }
   });
 }
 
@@ -699,66 +691,53 @@ __device__ __forceinline__ Tile tile_of(const HeadDraw& p, int number) {
 
 // ---- floors ----
 
-constexpr int kGroupsEach = 4;
-constexpr int kFloorGroups = kGroupsEach * kNoiseThreads;
-constexpr int kMostOfGroups = kFloorGroups * 2 / 3;
-constexpr int kFloorColumns = 32;  // fewer leave no room for what is kept in the place of noise
+// Where logits are written, the warps that otherwise make noise write the greatest logits of strips, and find floors.
+// Whether these come in time does not matter.
 
-// Where logits are written, the warps that otherwise make noise find floors. Whether these come in time does not
-// matter.
-struct Floors {
-  float groups[kFloorGroups];
-  uint32_t key;      // of a column
-  uint32_t arrived;  // whether all first strips are there
-  uint32_t ended;    // warps that have no tile left
-};
-
-// The floors of top_k, of columns that the blocks deal out, from the strips of all first tiles. As many as top_k are
-// not below: strips are dealt into groups, and the top_k greatest of the groups' greatest are as many.
-template <int kMultiplyingWarps>
-__device__ __forceinline__ void find_top_k_floors(const HeadDraw& p, Floors& shared, int thread) {
+// The floors of top_k, of columns that the warps of all blocks deal out, from the strips of all first tiles. As many as
+// top_k are not below: strips are dealt into groups, and the top_k greatest of the groups' greatest are as many.
+// NOTE: not in shared memory: each access waits for hundreds of cycles beside the products.
+__device__ __forceinline__ void find_top_k_floors(const HeadDraw& p, int thread) {
   constexpr int kPatience = 400;
-  const auto together = [] { asm volatile("bar.sync 2, %0;" ::"n"(kNoiseThreads) : "memory"); };
+  constexpr int kGroupsEach = 12, kMostOfGroups = 32 * kGroupsEach * 2 / 3;
+  asm volatile("bar.sync 2, %0;" ::"n"(kNoiseThreads) : "memory");
+  const int lane = thread % 32;
   if (thread == 0) {
-    const volatile uint32_t* arrived = p.arrived;
-    const uint32_t all = gridDim.x * kMultiplyingWarps;
-    for (int i = 0; i < kPatience && *arrived < all; ++i) __nanosleep(500);
-    shared.arrived = *arrived >= all;
     __threadfence();
+    atomicAdd(p.arrived, 1u);
   }
-  together();
-  if (shared.arrived == 0) return;
+  bool arrived = false;
+  for (int i = 0; i < kPatience && !arrived; ++i) {
+    arrived = *const_cast<const volatile uint32_t*>(p.arrived) >= gridDim.x;
+    if (!arrived) __nanosleep(500);
+  }
+  if (!__all_sync(0xffffffffu, arrived)) return;
+  __threadfence();
   const int strips = tile_of(p, gridDim.x).row / kStrip;
-  for (int column = blockIdx.x; column < p.batch; column += gridDim.x) {
+  for (int column = blockIdx.x + thread / 32 * gridDim.x; column < p.batch;
+       column += kNoiseWarps * gridDim.x) {
     const int64_t row = int64_t{p.batch_start} + column;
     const int64_t top_k = Wanted(p.out.filters, p.vocab, row).top_k;
     if (top_k == 0 || top_k > kMostOfGroups) continue;
     const float* greatest = p.out.strips.greatest + row * p.out.strips.stride;
-    float own[kGroupsEach];
-#pragma unroll
-    for (int i = 0; i < kGroupsEach; ++i) own[i] = -INFINITY;
-    for (int first = thread; first < strips; first += kFloorGroups) {
+    uint32_t keys[kGroupsEach] = {};
+    for (int first = lane; first < strips; first += 32 * kGroupsEach) {
 #pragma unroll
       for (int i = 0; i < kGroupsEach; ++i) {
-        const int at = first + i * kNoiseThreads;
-        if (at < strips) own[i] = fmaxf(own[i], __ldcg(greatest + at));
+        const int at = first + 32 * i;
+        if (at < strips) keys[i] = max(keys[i], key_of<SampleMath>(__ldcg(greatest + at)));
       }
     }
-    together();  // the column before is done
+    // The greatest key that as many are not below, from its highest bit on.
+    uint32_t found = 0;
+#pragma unroll 1
+    for (uint32_t bit = 1u << 31; bit != 0; bit /= 2) {
+      uint32_t count = 0;
 #pragma unroll
-    for (int i = 0; i < kGroupsEach; ++i) shared.groups[i * kNoiseThreads + thread] = own[i];
-    if (thread == 0) shared.key = 0xffffffffu;
-    together();
-    uint32_t key = 0xffffffffu;
-#pragma unroll
-    for (int i = 0; i < kGroupsEach; ++i) {
-      if (count_greater(shared.groups, kFloorGroups, own[i]) < top_k)
-        key = min(key, key_of<SampleMath>(own[i]));
+      for (int i = 0; i < kGroupsEach; ++i) count += keys[i] >= (found | bit);
+      if (__reduce_add_sync(0xffffffffu, count) >= top_k) found |= bit;
     }
-    key = __reduce_min_sync(0xffffffffu, key);
-    if (thread % 32 == 0) atomicMin(&shared.key, key);
-    together();
-    if (thread == 0) atomicMax(p.out.strips.floors + row, shared.key);
+    if (lane == 0) atomicMax(p.out.strips.floors + row, found);
   }
 }
 
@@ -772,34 +751,62 @@ __device__ __forceinline__ float least_distance(const HeadDraw& p, const Heat& h
                                : wanted.farthest;
 }
 
-// Raises the floors as greater logits come, and takes those of other blocks, as long as there are tiles.
-template <int kColumns, int kMultiplyingWarps>
-__device__ __forceinline__ void keep_floors(const HeadDraw& p, const Columns& columns,
-                                            Floors& shared, int thread) {
+// Of each tile, writes the greatest logits of its strips, which the warps that multiply leave in shared memory, and raises
+// the floors by them. Takes floors of other blocks meanwhile.
+template <int kColumns, int kNoises>
+__device__ __forceinline__ void keep_strips(const HeadDraw& p, const Columns& columns,
+                                            const float* greatest, uint32_t read, uint32_t written,
+                                            int thread) {
   constexpr int kEach = (kColumns + kNoiseThreads - 1) / kNoiseThreads;
+  wait_for_kernel_before();  // that has cleared the floors
+  const Strips& strips = p.out.strips;
   float seen[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) seen[i] = -INFINITY;
-  while (*const_cast<volatile uint32_t*>(&shared.ended) < kMultiplyingWarps) {
+  const auto for_columns = [&](auto body) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int column = i * kNoiseThreads + thread;
-      if (column >= p.batch) break;
-      const int64_t row = int64_t{p.batch_start} + column;
-      uint32_t* floor = p.out.strips.floors + row;
-      const float greatest = const_cast<const volatile float*>(columns.greatest)[column];
-      if (greatest > seen[i]) {
-        seen[i] = greatest;
-        const Heat heat = heat_of(p.out.temperature, row);
-        const float distance = least_distance(p, heat, row);
-        if (distance > -INFINITY)
-          atomicMax(floor, key_at_distance<SampleMath>(distance, greatest, heat.inv_temperature));
-      }
-      const uint32_t key = *const_cast<volatile uint32_t*>(floor);
-      if (key != 0)
-        const_cast<volatile float*>(columns.least)[column] = value_of_key<SampleMath>(key);
+      if (column < p.batch) body(column, int64_t{p.batch_start} + column, seen[i]);
     }
-    __nanosleep(2000);
+  };
+  int turn = 0;
+  for (int number = blockIdx.x; number < p.tiles; number += gridDim.x, ++turn) {
+    const int half = turn & 1;
+    const uint32_t parity = turn >> 1 & 1;
+    const bool is_last = number + gridDim.x >= p.tiles;
+    while (p.finds_floors && !is_last &&
+           !__all_sync(0xffffffffu, barrier_is_done(written + 8 * half, parity))) {
+      for_columns([&](int column, int64_t row, float) {
+        const uint32_t key = const_cast<const volatile uint32_t*>(strips.floors)[row];
+        if (key != 0)
+          const_cast<volatile float*>(columns.least)[column] = value_of_key<SampleMath>(key);
+      });
+      __nanosleep(1000);
+    }
+    barrier_wait(written + 8 * half, parity);
+    const Tile tile = tile_of(p, number);
+    for_columns([&](int column, int64_t row, float& most) {
+      const float* of_units = greatest + half * kNoises + column;
+      float* to = strips.greatest + row * strips.stride + tile.row / kStrip;
+      float of_tile = -INFINITY;
+      for (int unit = 0; unit < tile.units; ++unit) {
+        const float its = of_units[unit * kColumns];
+        to[unit] = its;
+        of_tile = fmaxf(of_tile, its);
+      }
+      if (!p.finds_floors || !(of_tile > most)) return;
+      most = of_tile;
+      const Heat heat = heat_of(p.out.temperature, row);
+      const float distance = least_distance(p, heat, row);
+      if (distance > -INFINITY) {
+        atomicMax(strips.floors + row,
+                  key_at_distance<SampleMath>(distance, of_tile, heat.inv_temperature));
+      }
+    });
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(read + 8 * half);
+    if (turn == 0 && p.finds_floors && p.out.filters.has_top_k) find_top_k_floors(p, thread);
   }
 }
 
@@ -828,12 +835,11 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
   columns.noise = reinterpret_cast<uint4*>(shared + kStages * kStageBytes);
   columns.best = reinterpret_cast<unsigned long long*>(columns.noise + kColumns);
   columns.least = reinterpret_cast<float*>(columns.best + kSamples * kColumns);
-  columns.inverse = columns.greatest = columns.least + kSamples * kColumns;
+  columns.inverse = columns.least + kSamples * kColumns;
   columns.offset = reinterpret_cast<uint32_t*>(columns.inverse + kColumns);
   columns.greedy = columns.offset + kColumns;
   constexpr int kNoises = noises_of(kColumns, kNarrow);
   float* noise = reinterpret_cast<float*>(columns.greedy + kColumns);  // [2, units, columns]
-  Floors& floors = *reinterpret_cast<Floors*>(noise);                  // instead
   char* queues = reinterpret_cast<char*>(noise + 2 * kNoises);
   const uint32_t full =
       shared_address(queues + queue_bytes(kColumns, kNarrow));  // [stages] by copies
@@ -876,9 +882,9 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
       }
     }
   }
-  for (int column = threadIdx.x; column < kColumns && p.out.logits != nullptr; column += kThreads)
-    columns.least[column] = columns.greatest[column] = -INFINITY;
-  if (kColumns >= kFloorColumns && threadIdx.x == 0 && p.finds_floors) floors.ended = 0;
+  for (int column = threadIdx.x; column < kColumns && p.out.logits != nullptr; column += kThreads) {
+    columns.least[column] = column < p.batch ? -INFINITY : NAN;
+  }
   __syncthreads();
   if (kCluster > 1) cluster_sync();
 
@@ -932,10 +938,9 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
         }
       }
     }
-    if (kColumns >= kFloorColumns && warp > kMultiplyingWarps && p.finds_floors) {
-      const int thread = threadIdx.x - 32 * (kMultiplyingWarps + 1);
-      if (p.out.filters.has_top_k) find_top_k_floors<kMultiplyingWarps>(p, floors, thread);
-      keep_floors<kColumns, kMultiplyingWarps>(p, columns, floors, thread);
+    if (warp > kMultiplyingWarps && p.out.strips.greatest != nullptr) {
+      keep_strips<kColumns, kNoises>(p, columns, noise, noise_full, noise_empty,
+                                     threadIdx.x - 32 * (kMultiplyingWarps + 1));
     }
     if (warp > kMultiplyingWarps && p.out.logits == nullptr) {
       const int thread = threadIdx.x - 32 * (kMultiplyingWarps + 1);
@@ -1089,24 +1094,25 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) logits[i] += i & 2 ? lower_bias : upper_bias;
       }
-      if (p.out.logits != nullptr) {
-        if (warp < tile.units && p.softcap == 0.0f) {
-          write_logits<false>(p, columns, logits, upper, has_upper, has_lower, lane);
-        } else if (warp < tile.units) {
-          write_logits<true>(p, columns, logits, upper, has_upper, has_lower, lane);
-        }
-        if (p.finds_floors && p.out.filters.has_top_k && number < gridDim.x) {
-          __threadfence();
-          __syncwarp();
-          if (lane == 0) atomicAdd(p.arrived, 1u);
-        }
-        continue;
-      }
       if (warp < tile.units && (row < 0 || row + kUnitRows > p.vocab)) {
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) {
           if (!(i & 2 ? has_lower : has_upper)) logits[i] = NAN;
         }
+      }
+      if (p.out.logits != nullptr) {
+        const bool has_strips = p.out.strips.greatest != nullptr;
+        float* greatest = has_strips ? own_noise() : nullptr;
+        if (has_strips) barrier_wait(noise_full + 8 * (turn & 1), (turn >> 1 & 1) ^ 1);
+        if (warp < tile.units && p.softcap == 0.0f) {
+          write_logits<false>(p, columns, logits, greatest, row, lane);
+        } else if (warp < tile.units) {
+          write_logits<true>(p, columns, logits, greatest, row, lane);
+        }
+        __syncwarp();
+        if (has_strips && lane == 0) barrier_arrive(noise_empty + 8 * (turn & 1));
+        ++turn;
+        continue;
       }
       for (int sample = 0; sample < p.num_samples; ++sample) {
         const bool begun = sample == 0 && !is_first;
@@ -1133,15 +1139,14 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
         ++turn;
       }
     }
-    if (kColumns >= kFloorColumns && p.finds_floors && lane == 0) atomicAdd(&floors.ended, 1u);
   }
   __syncthreads();
   if (p.out.logits == nullptr) {
     for (int i = threadIdx.x; i < p.num_samples * kColumns; i += kThreads) {
       p.candidates[int64_t{blockIdx.x} * p.num_samples * kColumns + i] = columns.best[i];
     }
-    let_kernel_after_start();
   }
+  let_kernel_after_start();
   // A block's memory is written to by the others as long as they run.
   if (kCluster > 1) cluster_sync();
 #endif
@@ -1157,9 +1162,9 @@ struct HiddenTiles {
   const uint16_t* hidden;  // [batch, dim]
   int64_t stride, dim;
   int batch, columns;
-  int blocks;       // of 16 elements, with those that fill up the depth
-  uint4* tiles;     // [blocks / 4, columns, 64], and in each block the order of the products
-  uint32_t* least;  // [count], to be cleared
+  int blocks;         // of 16 elements, with those that fill up the depth
+  uint4* tiles;       // [blocks / 4, columns, 64], and in each block the order of the products
+  uint32_t* cleared;  // [count]
   int count;
 };
 
@@ -1169,7 +1174,7 @@ constexpr int kTilesThreads = 256;
 __global__ void __launch_bounds__(kTilesThreads) hidden_tiles_kernel(const HiddenTiles p) {
   let_kernel_after_start();
   if (blockIdx.x == 0) {
-    for (int i = threadIdx.x; i < p.count; i += kTilesThreads) p.least[i] = 0;
+    for (int i = threadIdx.x; i < p.count; i += kTilesThreads) p.cleared[i] = 0;
   }
   const int64_t i = int64_t{blockIdx.x} * kTilesThreads + threadIdx.x;
   const int column = static_cast<int>(i / p.blocks), block = static_cast<int>(i % p.blocks);
@@ -1356,10 +1361,8 @@ const char* launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles, int bloc
   const auto kernel = lm_head_kernel<T, kColumns, kCluster, kNarrow>;
   gpuError error = gpu_allow_shared_bytes(kernel, kShared);
   if (error != gpuSuccess) return message_of(gpu_launched(error));
-  static_assert(kColumns < kFloorColumns || noise_bytes(kColumns, kNarrow) >= sizeof(Floors),
-                "floors take the place of noise");
   // They are for the tiles after the first ones.
-  p.finds_floors = kColumns >= kFloorColumns && p.out.strips.floors != nullptr && p.tiles > blocks;
+  p.finds_floors = p.out.strips.floors != nullptr && p.tiles > blocks;
   if (p.finds_floors) p.arrived = p.out.strips.floors + head.batch + p.batch_start;
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;
@@ -1367,14 +1370,19 @@ const char* launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles, int bloc
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   const bool draws = p.out.logits == nullptr;
-  const int cleared = draws ? p.num_samples * (kColumns + 1) : 0;
+  // Floors are those of all launches.
+  const bool clears_floors = p.out.strips.floors != nullptr && p.batch_start == 0;
+  uint32_t* cleared = draws ? p.shared_least : p.out.strips.floors;
+  const int count = draws           ? p.num_samples * (kColumns + 1)
+                    : clears_floors ? 2 * static_cast<int>(head.batch)
+                                    : 0;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads_of(kColumns, kNarrow));
   config.dynamicSmemBytes = kShared;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = draws || kNarrow ? 2 : 1;
+  config.numAttrs = kNarrow || count > 0 ? 2 : 1;
   if (kNarrow) {
     HiddenTiles tiles{};
     tiles.hidden = from;
@@ -1384,14 +1392,14 @@ const char* launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles, int bloc
     tiles.columns = kColumns;
     tiles.blocks = p.steps * (kDepth / 16);
     tiles.tiles = hidden_tiles;
-    tiles.least = p.shared_least;
-    tiles.count = cleared;
+    tiles.cleared = cleared;
+    tiles.count = count;
     error = gpu_launch(
         hidden_tiles_kernel,
         dim3(static_cast<unsigned>(ceil_div(int64_t{tiles.blocks} * kColumns, kTilesThreads))),
         dim3(kTilesThreads), 0, 1, stream, tiles);
-  } else if (draws) {
-    error = gpu_launch(clear_kernel, dim3(1), dim3(256), 0, 1, stream, p.shared_least, cleared);
+  } else if (count > 0) {
+    error = gpu_launch(clear_kernel, dim3(1), dim3(256), 0, 1, stream, cleared, count);
   }
   if (error != gpuSuccess) return message_of(error);
   return message_of(
@@ -1538,11 +1546,6 @@ const char* lm_head_logits_sm90(const LmHead& p, const HeadLogits& out, void* wo
                                 void* stream) {
   HeadDraw draw{};
   draw.out = out;
-  if (out.strips.floors != nullptr) {
-    const gpuError error = gpu_launched(gpu_clear(out.strips.floors, 2 * p.batch * sizeof(uint32_t),
-                                                  static_cast<gpuStream>(stream)));
-    if (error != gpuSuccess) return message_of(error);
-  }
   return for_each_launch(p, draw, static_cast<uint4*>(workspace), device,
                          static_cast<gpuStream>(stream),
                          [](const HeadDraw&, int, int) -> const char* { return nullptr; });
