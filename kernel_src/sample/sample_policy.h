@@ -38,22 +38,24 @@ constexpr int kClusterFixedBytes = 34 * 1024;  // of a block, besides its part o
 constexpr int kClusterWanted = 8192;           // logits of a row for one block
 
 struct ClusterPolicy {
-  int64_t part;  // logits of a row for one block
-  int blocks;    // of a cluster; 0 where the GPU has none, or not room for the row
+  int64_t part;      // logits of a row for one block
+  int blocks;        // of a cluster; 0 where the GPU has none, or not room for the row
+  int64_t clusters;  // at most, where most rows are done before: a few times as many as run at once
 };
 
 inline ClusterPolicy cluster_policy(const DeviceInfo& device, int64_t batch, int64_t vocab) {
 #if defined(USE_ROCM)
-  return {0, 0};
+  return {0, 0, 0};
 #else
   constexpr int64_t kMostRows = ((int64_t{1} << 31) - 1) / kMaxCluster;
-  if (device.compute_capability < 90 || vocab == 0 || batch > kMostRows) return {0, 0};
+  if (device.compute_capability < 90 || vocab == 0 || batch > kMostRows) return {0, 0, 0};
   ClusterPolicy policy{};
   policy.blocks = cluster_for(device, vocab, kClusterWanted);
   policy.part = ceil_div(ceil_div(vocab, policy.blocks), 32) * 32;  // words of a bitmask
+  policy.clusters = std::max<int64_t>(8 * int64_t{device.multiprocessors} / policy.blocks, 1);
   const int64_t most =
       (device.shared_bytes_per_block - kClusterFixedBytes) / static_cast<int64_t>(sizeof(float));
-  return policy.part <= most ? policy : ClusterPolicy{0, 0};
+  return policy.part <= most ? policy : ClusterPolicy{0, 0, 0};
 #endif
 }
 

@@ -84,22 +84,24 @@ __device__ __forceinline__ float greatest_of_groups(Shared& shared, float of_thr
   return value_of_key<SampleMath>(shared.limit);
 }
 
+// At most the least logit at this distance. NOTE: a rounded sum is not above a float that the sum is not above.
+__device__ __forceinline__ float limit_at(const Scale& scale, float distance) {
+  return scale.greatest + (distance * 1.0001f - 1e-37f) / scale.inv_temperature;
+}
+
 __device__ __forceinline__ float limit_of(Shared& shared, const Wanted& wanted, const Scale& scale,
                                           float of_thread) {
   if (wanted.top_k > kMostGroups) return minus_infinity();
-  if (wanted.top_k > 0)
-    return greatest_of_groups(shared, of_thread, static_cast<int>(wanted.top_k));
-  if (!wanted.weighs())
-    return value_of_key<SampleMath>(warp_key_at_distance(scale, wanted.farthest));
-  const uint32_t least = warp_key_at_distance(scale, kNoWeight);
-  return fmaxf(greatest_of_groups(shared, of_thread, kTriedGroups),
-               value_of_key<SampleMath>(least));
+  if (wanted.top_k == 0 && !wanted.weighs()) return limit_at(scale, wanted.farthest);
+  const float of_groups = greatest_of_groups(
+      shared, of_thread, wanted.top_k > 0 ? static_cast<int>(wanted.top_k) : kTriedGroups);
+  return wanted.top_k > 0 ? of_groups : fmaxf(of_groups, limit_at(scale, kNoWeight));
 }
 
 // Finds the key from which on, from the greatest, the amounts of the list's keys reach `least`, and that for `most`; 0
 // where there is none. Thread i has the amount of number i.
-__device__ __forceinline__ void find_keys(Shared& shared, int listed, unsigned long long amount,
-                                          unsigned long long least, unsigned long long most) {
+__device__ __noinline__ void find_keys(Shared& shared, int listed, unsigned long long amount,
+                                       unsigned long long least, unsigned long long most) {
   const uint32_t own = shared.keys[threadIdx.x];
   shared.weights[threadIdx.x] = own == 0 ? 0 : amount;
   if (threadIdx.x < 2) shared.found[threadIdx.x] = 0;
@@ -127,8 +129,9 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
   const Heat heat = heat_of(p.draws, row);
   const NoiseKey noise = key_of_row(p.draws, row);
   const Wanted wanted(p.filters, p.draws.vocab, row);
-  const RowStrips row_strips(p.strips, row);
   const bool weighs_all = wanted.weighs_all();
+  wait_for_kernel_before();  // the head, which writes nothing of these
+  const RowStrips row_strips(p.strips, row);
 
   float of_thread = minus_infinity();
   for_each_strip(row_strips.greatest, strips,
@@ -145,22 +148,30 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
   const bool filters = !heat.greedy && scale.greatest > minus_infinity();
   float limit = scale.greatest;
   if (filters) {
-    limit = limit_of(shared, wanted, scale, of_thread);
+    limit = fmaxf(limit_of(shared, wanted, scale, of_thread), row_strips.floor);
     if (!(limit > minus_infinity())) return false;
-    limit = fmaxf(limit, row_strips.floor);
   }
 
   unsigned long long below = 0;  // what all that is not read weighs at most
-  for_each_strip(row_strips.greatest, strips, [&](int strip, float its) {
-    if (its >= limit && its > minus_infinity()) {
-      const uint32_t at = atomicAdd(&shared.listed_strips, 1u);
-      if (at < kMostStrips) shared.strips[at] = strip;
-    } else if (weighs_all) {
-      // NOTE: more than that, should a lesser logit have a greater weight by an error of e^distance.
-      const unsigned long long weight = weight_of<SampleMath>(scale.distance(its));
-      below += weight == 0 ? 0 : kStrip * (weight + (weight >> 16) + 1);
+  // Most threads have nothing to list.
+  if (of_thread >= limit || (weighs_all && scale.distance(of_thread) > kNoWeight)) {
+    // NOTE: not for_each_strip: unrolled, this and what follows take 2 us more (H200, 256 rows, one strip listed).
+#pragma unroll 1
+    for (int first = 4 * static_cast<int>(threadIdx.x); first < strips; first += 4 * kThreads) {
+#pragma unroll 1
+      for (int strip = first; strip < first + 4 && strip < strips; ++strip) {
+        const float its = row_strips.greatest[strip];
+        if (its >= limit && its > minus_infinity()) {
+          const uint32_t at = atomicAdd(&shared.listed_strips, 1u);
+          if (at < kMostStrips) shared.strips[at] = strip;
+        } else if (weighs_all) {
+          // NOTE: more than that, should a lesser logit have a greater weight by an error of e^distance.
+          const unsigned long long weight = weight_of<SampleMath>(scale.distance(its));
+          below += weight == 0 ? 0 : kStrip * (weight + (weight >> 16) + 1);
+        }
+      }
     }
-  });
+  }
   __syncthreads();
   const int listed_strips = static_cast<int>(shared.listed_strips);
   if (listed_strips > kMostStrips) return false;
@@ -209,14 +220,13 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
     bound = shared.found[0];
     if (bound == 0 || bound != shared.found[1]) return false;
   }
-  if (filters) {
-    const uint32_t nearest = warp_key_at_distance(scale, wanted.farthest);
-    bound = nearest > bound ? nearest : bound;
-  }
+  const bool is_allowed =
+      own >= bound &&
+      (!filters || scale.distance(value_of_key<SampleMath>(own)) >= wanted.farthest);
 
   for (int sample = 0; sample < p.draws.num_samples; ++sample) {
     Candidate best = no_candidate();
-    if (own >= bound) {
+    if (is_allowed) {
       const float logit = value_of_key<SampleMath>(own);
       const int column = shared.columns[threadIdx.x];
       const int64_t index = p.draws.vocab_offset + column;
@@ -236,7 +246,6 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
 
 __global__ void __launch_bounds__(kThreads, 2) strips_kernel(const GumbelSample p, uint32_t* done) {
   __shared__ Shared shared;
-  wait_for_kernel_before();
   const int64_t row = blockIdx.x;
   const bool drawn = draw_row(p, shared, row);
   if (threadIdx.x == 0) {
