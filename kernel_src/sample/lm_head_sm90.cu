@@ -615,40 +615,23 @@ __device__ __forceinline__ void exchange(float& first, float& second, int bit, i
   second = high ? second : got;
 }
 
-// The greatest of values[i] of the lanes that differ in bits 3 and 4 only, in those of which these bits, from the
-// highest on, are i. NOTE: of a number and what is none, fmaxf takes the number.
-template <int kCount>
-__device__ __forceinline__ float greatest_of_lanes(float (&values)[kCount], int lane) {
-  int bit = 16;
-#pragma unroll
-  for (int half = kCount / 2; half >= 1; half /= 2, bit /= 2) {
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      exchange(values[i], values[i + half], bit, lane);
-      values[i] = fmaxf(values[i], values[i + half]);
-    }
-  }
-#pragma unroll
-  for (; bit >= 8; bit /= 2)
-    values[0] = fmaxf(values[0], __shfl_xor_sync(0xffffffffu, values[0], bit));
-  return values[0];
-}
-
 // Writes a warp's logits, of rows from `row` on, but for strips below a column's floor. The greatest of each strip goes to
 // `greatest`, unless that is null. What is not there is no number.
 //
-// A lane gets four neighbouring rows of a column in each turn. NOTE: without branches, so that several turns wait for
-// their shuffles together: one after the other, of those that have anything to be written, took twice as long.
+// A lane gets four neighbouring rows of a column in each turn; of lanes that differ in bit 2 or 4 only, the columns are the
+// same. NOTE: eight lanes in a row are stored together: they have two times four rows of four columns, as of eight columns
+// it takes twice as long. And without branches, so that several turns wait for their shuffles together: one after the
+// other, of those that have anything to be written, took twice as long.
 template <bool kCapped, int kCount>
 __device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& columns,
                                              const float (&logits)[kCount], float* greatest,
                                              int row, int lane) {
   static_assert(kUnitRows == kStrip, "a warp has a strip");
   constexpr int kAtOnce = kCapped || kCount < 16 ? 1 : 4;
-  constexpr int kLanesOfTurn = 32 / kAtOnce;  // that tell the greatest of its strips
-  const int own_column = 2 * (lane & 3) + (lane >> 2 & 1);
-  const int own_row = row + 8 * (lane >> 3 & 1) + 4 * (lane >> 4);
-  const int told_column = own_column + 8 * (lane / kLanesOfTurn);
+  const int own_column = 2 * (lane & 3) + (lane >> 3 & 1);
+  const int own_row = row + 8 * (lane >> 2 & 1) + 4 * (lane >> 4);
+  const int told_turn = kAtOnce == 1 ? 0 : 2 * (lane >> 4) + (lane >> 2 & 1);
+  const int told_column = 8 * told_turn + own_column;
   const bool is_there = own_row < p.vocab, tells = greatest != nullptr;
   float* to = p.out.logits + (int64_t{p.batch_start} + own_column) * p.out.stride + own_row;
   for_turns<kAtOnce, kCapped>(logits, [&](float(&taken)[kAtOnce][4], int turns) {
@@ -659,19 +642,33 @@ __device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& c
 #pragma unroll
       for (int i = 0; i < 4 && kCapped; ++i)
         taken[t][i] = soft_capped<SampleMath>(taken[t][i], p.softcap);
-      exchange(taken[t][0], taken[t][2], 8, lane);
-      exchange(taken[t][1], taken[t][3], 8, lane);
-      exchange(taken[t][0], taken[t][1], 4, lane);
-      exchange(taken[t][2], taken[t][3], 4, lane);
+      exchange(taken[t][0], taken[t][2], 4, lane);
+      exchange(taken[t][1], taken[t][3], 4, lane);
+      exchange(taken[t][0], taken[t][1], 8, lane);
+      exchange(taken[t][2], taken[t][3], 8, lane);
       of_lane[t] = fmaxf(fmaxf(taken[t][0], taken[t][1]), fmaxf(taken[t][2], taken[t][3]));
     }
-    const float of_strip = fmaxf(greatest_of_lanes(of_lane, lane), -INFINITY);
+    // Of the turn that the lane tells. NOTE: of a number and what is none, fmaxf takes the number.
+    float of_strip = of_lane[0];
+    if constexpr (kAtOnce == 4) {
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        exchange(of_lane[t], of_lane[t + 2], 16, lane);
+        of_lane[t] = fmaxf(of_lane[t], of_lane[t + 2]);
+      }
+      exchange(of_lane[0], of_lane[1], 4, lane);
+      of_strip = fmaxf(of_lane[0], of_lane[1]);
+    } else {
+      of_strip = fmaxf(of_strip, __shfl_xor_sync(0xffffffffu, of_strip, 16));
+      of_strip = fmaxf(of_strip, __shfl_xor_sync(0xffffffffu, of_strip, 4));
+    }
+    of_strip = fmaxf(of_strip, -INFINITY);
     store_if(tells, greatest + 8 * turns + told_column, of_strip);
-    const uint32_t written = __ballot_sync(0xffffffffu, of_strip >= floor) >> (lane & 7);
+    const uint32_t written = __ballot_sync(0xffffffffu, of_strip >= floor) >> (lane & 11);
 #pragma unroll
     for (int t = 0; t < kAtOnce; ++t) {
-      store_global_if(is_there && (written >> t * kLanesOfTurn & 1) != 0, to,
-                      make_float4(taken[t][0], taken[t][1], taken[t][2], taken[t][3]));
+      store_global_if(is_there && (written >> (16 * (t / 2) + 4 * (t % 2)) & 1) != 0, to,
+                      make_float4(taken[t][0], taken[t][2], taken[t][1], taken[t][3]));
       to += 8 * p.out.stride;
     }
   });
