@@ -619,9 +619,9 @@ __device__ __forceinline__ void exchange(float& first, float& second, int bit, i
 // `greatest`, unless that is null. What is not there is no number.
 //
 // A lane gets four neighbouring rows of a column in each turn; of lanes that differ in bit 2 or 4 only, the columns are the
-// same. NOTE: eight lanes in a row are stored together: they have two times four rows of four columns, as of eight columns
-// it takes twice as long. And without branches, so that several turns wait for their shuffles together: one after the
-// other, of those that have anything to be written, took twice as long.
+// same. NOTE: eight lanes in a row are stored together: two times four rows of four columns, as four rows of eight columns
+// take longer. And without branches, so that several turns wait for their shuffles together: one after the other, of
+// those that have anything to be written, took longer (H200).
 template <bool kCapped, int kCount>
 __device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& columns,
                                              const float (&logits)[kCount], float* greatest,
