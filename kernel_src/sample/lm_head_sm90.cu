@@ -254,29 +254,20 @@ __device__ __forceinline__ void store_global_if(bool is, float* at, const float4
 
 // ---- the draw from a tile ----
 
-// Of the turns kTurns * kAt to kTurns * kAt + kTurns - 1, the logits of a thread; -inf where there are none. NOTE:
-// `volatile` keeps these a branch, and not a choice of registers.
-template <int kAt, int kTurns, int kCount>
-__device__ __forceinline__ void take(const float (&logits)[kCount], float (&taken)[kTurns][4]) {
-  if constexpr (4 * kTurns * kAt < kCount) {
+// Of turn kAt, the logits of a thread. NOTE: `volatile` keeps this a branch, and not a choice of registers.
+template <int kAt, int kCount>
+__device__ __forceinline__ void take(const float (&logits)[kCount], float (&taken)[4]) {
+  if constexpr (4 * kAt < kCount) {
 #pragma unroll
-    for (int t = 0; t < kTurns; ++t) {
-      const int at = 4 * (kTurns * kAt + t);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        asm volatile("mov.b32 %0, %1;"
-                     : "=f"(taken[t][i])
-                     : "f"(at < kCount ? logits[(at + i) % kCount] : -INFINITY));
-      }
-    }
+    for (int i = 0; i < 4; ++i)
+      asm volatile("mov.b32 %0, %1;" : "=f"(taken[i]) : "f"(logits[4 * kAt + i]));
   }
 }
 
-// Those of the turns from kTurns * `at` on: registers have no run-time index, but a loop of that many turns is too long
-// to be unrolled.
-template <int kTurns, int kCount>
-__device__ __forceinline__ void take_turns(const float (&logits)[kCount], int at,
-                                           float (&taken)[kTurns][4]) {
+// Of any turn: registers have no run-time index, but a loop over all turns is too long to be unrolled.
+template <int kCount>
+__device__ __forceinline__ void take_turn(const float (&logits)[kCount], int turn,
+                                          float (&taken)[4]) {
 #define FUSELAGE_TAKE(i) \
   case i: take<i>(logits, taken); break;
 #define FUSELAGE_TAKE_8(i) \
@@ -288,7 +279,7 @@ __device__ __forceinline__ void take_turns(const float (&logits)[kCount], int at
   FUSELAGE_TAKE(i + 5)     \
   FUSELAGE_TAKE(i + 6)     \
   FUSELAGE_TAKE(i + 7)
-  switch (at) {
+  switch (turn) {
     FUSELAGE_TAKE_8(0)
     FUSELAGE_TAKE_8(8)
     FUSELAGE_TAKE_8(16)
@@ -301,22 +292,21 @@ __device__ __forceinline__ void take_turns(const float (&logits)[kCount], int at
 // body(taken, turns) for all turns, kTurns at once.
 template <int kTurns, bool kRolled, int kCount, typename Body>
 __device__ __forceinline__ void for_turns(const float (&logits)[kCount], Body body) {
+  static_assert(kCount % (4 * kTurns) == 0 && (kTurns == 1 || !kRolled), "as a loop takes them");
   float taken[kTurns][4];
   if constexpr (kRolled) {
 #pragma unroll 1
-    for (int turns = 0; turns < kCount / 4; turns += kTurns) {
-      take_turns(logits, turns / kTurns, taken);
-      body(taken, turns);
+    for (int turn = 0; turn < kCount / 4; ++turn) {
+      take_turn(logits, turn, taken[0]);
+      body(taken, turn);
     }
   } else {
 #pragma unroll
     for (int turns = 0; turns < kCount / 4; turns += kTurns) {
 #pragma unroll
       for (int t = 0; t < kTurns; ++t) {
-        const int at = 4 * (turns + t);
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          taken[t][i] = at < kCount ? logits[(at + i) % kCount] : -INFINITY;
+        for (int i = 0; i < 4; ++i) taken[t][i] = logits[4 * (turns + t) + i];
       }
       body(taken, turns);
     }
@@ -470,7 +460,7 @@ __device__ __forceinline__ void draw(const HeadDraw& p, const Columns& columns, 
     uint32_t winners[4] = {};
     const int turn = __ffs(turns) - 1, column = 8 * turn + own_column;
     if (turns != 0) {
-      take_turns(logits, turn, four);
+      take_turn(logits, turn, four[0]);
       const float2 reach = two_of(thresholds + own_column + 8 * turn);
 #pragma unroll
       for (int t = 0; t < 4; ++t) {
@@ -689,7 +679,7 @@ __device__ __forceinline__ Tile tile_of(const HeadDraw& p, int number) {
 // ---- floors ----
 
 // Where logits are written, the warps that otherwise make noise write the greatest logits of strips, and find floors.
-// Whether these come in time does not matter.
+// Whether a floor comes in time does not matter.
 
 // The floors of top_k, of columns that the warps of all blocks deal out, from the strips of all first tiles. As many as
 // top_k are not below: strips are dealt into groups, and the top_k greatest of the groups' greatest are as many.

@@ -385,6 +385,24 @@ __device__ __forceinline__ uint32_t list_logits(Shared& shared, const Cluster& c
 
 // ---- filters ----
 
+// As key_at_distance, 32 keys at a time: all lanes call it.
+__device__ __forceinline__ uint32_t warp_key_at_distance(const Scale& scale, float lowest) {
+  uint32_t low = kKeyOfMinusInfinity, high = key_of<SampleMath>(scale.greatest);
+  while (low < high) {
+    const uint32_t step = (high - low) / kWarpSize + 1;
+    const uint32_t ahead = step * (threadIdx.x % kWarpSize);
+    const uint32_t key = ahead < high - low ? low + ahead : high;
+    const bool near = scale.distance(value_of_key<SampleMath>(key)) >= lowest;
+    const uint32_t nearby = __ballot_sync(kAllLanes, near);
+    const int first = nearby == 0 ? kWarpSize : __ffs(static_cast<int>(nearby)) - 1;
+    const uint32_t key_of_first = __shfl_sync(kAllLanes, key, first % kWarpSize);
+    const uint32_t key_before = __shfl_sync(kAllLanes, key, first == 0 ? 0 : first - 1);
+    if (first < kWarpSize) high = key_of_first;
+    if (first > 0) low = key_before + 1;
+  }
+  return high;
+}
+
 // What the filters know of the row. Logits with keys from `bound` on may be drawn.
 struct Filtering {
   const GumbelSample& p;

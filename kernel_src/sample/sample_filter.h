@@ -1,4 +1,4 @@
-// What the filters of a block or a cluster share: sums of weights, and min_p's bound. NOTE: of warps of 32 lanes.
+// What the filters of a block or a cluster share: sums of weights, and what a row wants. NOTE: of warps of 32 lanes.
 #pragma once
 
 #include "sample/sample_device.h"
@@ -27,24 +27,6 @@ __device__ __forceinline__ unsigned long long block_sum_of(unsigned long long (&
   return sum;
 }
 
-// As key_at_distance, 32 keys at a time: all lanes call it.
-__device__ __forceinline__ uint32_t warp_key_at_distance(const Scale& scale, float lowest) {
-  uint32_t low = kKeyOfMinusInfinity, high = key_of<SampleMath>(scale.greatest);
-  while (low < high) {
-    const uint32_t step = (high - low) / kWarpSize + 1;
-    const uint32_t ahead = step * (threadIdx.x % kWarpSize);
-    const uint32_t key = ahead < high - low ? low + ahead : high;
-    const bool near = scale.distance(value_of_key<SampleMath>(key)) >= lowest;
-    const uint32_t nearby = __ballot_sync(kAllLanes, near);
-    const int first = nearby == 0 ? kWarpSize : __ffs(static_cast<int>(nearby)) - 1;
-    const uint32_t key_of_first = __shfl_sync(kAllLanes, key, first % kWarpSize);
-    const uint32_t key_before = __shfl_sync(kAllLanes, key, first == 0 ? 0 : first - 1);
-    if (first < kWarpSize) high = key_of_first;
-    if (first > 0) low = key_before + 1;
-  }
-  return high;
-}
-
 // A row's min_p, as a distance; -inf where it leaves out nothing.
 __device__ __forceinline__ float farthest_of_min_p(float share) {
   return share >= 1.17549435e-38f ? log_of_normal<SampleMath>(share) : minus_infinity();
@@ -69,16 +51,5 @@ struct Wanted {
   // Whether it is a share of all weights of the row.
   __device__ __forceinline__ bool weighs_all() const { return weighs() && top_k == 0; }
 };
-
-// How many of others[0, count) are greater. `count` is a multiple of 4.
-__device__ __forceinline__ int count_greater(const float* others, int count, float own) {
-  int above = 0;
-#pragma unroll 4
-  for (int i = 0; i < count; i += 4) {
-    const float4 four = *reinterpret_cast<const float4*>(others + i);
-    above += (four.x > own) + (four.y > own) + (four.z > own) + (four.w > own);
-  }
-  return above;
-}
 
 }  // namespace fuselage

@@ -45,17 +45,17 @@ struct ClusterPolicy {
 
 inline ClusterPolicy cluster_policy(const DeviceInfo& device, int64_t batch, int64_t vocab) {
 #if defined(USE_ROCM)
-  return {0, 0, 0};
+  return {};
 #else
   constexpr int64_t kMostRows = ((int64_t{1} << 31) - 1) / kMaxCluster;
-  if (device.compute_capability < 90 || vocab == 0 || batch > kMostRows) return {0, 0, 0};
+  if (device.compute_capability < 90 || vocab == 0 || batch > kMostRows) return {};
   ClusterPolicy policy{};
   policy.blocks = cluster_for(device, vocab, kClusterWanted);
   policy.part = ceil_div(ceil_div(vocab, policy.blocks), 32) * 32;  // words of a bitmask
   policy.clusters = std::max<int64_t>(8 * int64_t{device.multiprocessors} / policy.blocks, 1);
   const int64_t most =
       (device.shared_bytes_per_block - kClusterFixedBytes) / static_cast<int64_t>(sizeof(float));
-  return policy.part <= most ? policy : ClusterPolicy{0, 0, 0};
+  return policy.part <= most ? policy : ClusterPolicy{};
 #endif
 }
 

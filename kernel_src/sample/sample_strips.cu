@@ -42,7 +42,7 @@ struct Shared {
   uint32_t listed_strips, listed, limit, found[2];
 };
 
-// body(strip, greatest) for all strips of a row, shared out over the block.
+// body(greatest) for all strips of a row, of which neighbouring threads have four neighbours each, again and again.
 template <typename Body>
 __device__ __forceinline__ void for_each_strip(const float* greatest, int count, Body body) {
   constexpr int kAtOnce = 4;
@@ -59,10 +59,21 @@ __device__ __forceinline__ void for_each_strip(const float* greatest, int count,
       const float four[4] = {loaded[j].x, loaded[j].y, loaded[j].z, loaded[j].w};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        if (at + k < count) body(at + k, four[k]);
+        if (at + k < count) body(four[k]);
       }
     }
   }
+}
+
+// How many of others[0, count) are greater. `count` is a multiple of 4.
+__device__ __forceinline__ int count_greater(const float* others, int count, float own) {
+  int above = 0;
+#pragma unroll 4
+  for (int i = 0; i < count; i += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(others + i);
+    above += (four.x > own) + (four.y > own) + (four.z > own) + (four.w > own);
+  }
+  return above;
 }
 
 // The `wanted`-th of the groups' greatest logits, where a thread has `of_thread`.
@@ -135,7 +146,7 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
 
   float of_thread = minus_infinity();
   for_each_strip(row_strips.greatest, strips,
-                 [&](int, float its) { of_thread = fmaxf(its, of_thread); });
+                 [&](float its) { of_thread = fmaxf(its, of_thread); });
   const float of_warp = warp_greatest(of_thread);
   if (threadIdx.x % kWarpSize == 0) shared.of_warps[threadIdx.x / kWarpSize] = of_warp;
   shared.keys[threadIdx.x] = 0;
@@ -155,7 +166,7 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
   unsigned long long below = 0;  // what all that is not read weighs at most
   // Most threads have nothing to list.
   if (of_thread >= limit || (weighs_all && scale.distance(of_thread) > kNoWeight)) {
-    // NOTE: rolled, as few come here.
+    // NOTE: a thread's strips are those of for_each_strip, of which it has the greatest. Rolled, as few come here.
 #pragma unroll 1
     for (int first = 4 * static_cast<int>(threadIdx.x); first < strips; first += 4 * kThreads) {
 #pragma unroll 1
