@@ -31,7 +31,7 @@ constexpr int kMostGroups = kThreads / 2;
 constexpr int kTriedGroups = kFewGroups;  // of top_p
 
 struct Shared {
-  float groups[kThreads];
+  float values[kThreads];
   uint32_t keys[kMostListed];  // 0 behind the end
   int columns[kMostListed];
   unsigned long long weights[kMostListed];
@@ -42,57 +42,66 @@ struct Shared {
   uint32_t listed_strips, listed, limit, found[2];
 };
 
-// body(greatest) for all strips of a row, of which neighbouring threads have four neighbours each, again and again.
+constexpr int kFoursAtOnce = 4;
+
+// body(greatest, first) for all strips of a row. A thread takes four neighbours at once, and several times: those from
+// first + i * 4 * kThreads on, of which the greatest is greatest[i], -inf behind the end.
 template <typename Body>
-__device__ __forceinline__ void for_each_strip(const float* greatest, int count, Body body) {
-  constexpr int kAtOnce = 4;
-  for (int first = 0; first < count; first += 4 * kAtOnce * kThreads) {
-    float4 loaded[kAtOnce];
+__device__ __forceinline__ void for_strips(const float* greatest, int count, Body body) {
+  for (int first = 4 * static_cast<int>(threadIdx.x); first < count;
+       first += 4 * kFoursAtOnce * kThreads) {
+    float4 loaded[kFoursAtOnce];
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int at = first + 4 * (j * kThreads + static_cast<int>(threadIdx.x));
-      if (at < count) loaded[j] = *reinterpret_cast<const float4*>(greatest + at);
+    for (int i = 0; i < kFoursAtOnce; ++i) {
+      const int at = first + 4 * i * kThreads;
+      if (at < count) loaded[i] = *reinterpret_cast<const float4*>(greatest + at);
     }
+    float most[kFoursAtOnce];
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int at = first + 4 * (j * kThreads + static_cast<int>(threadIdx.x));
-      const float four[4] = {loaded[j].x, loaded[j].y, loaded[j].z, loaded[j].w};
+    for (int i = 0; i < kFoursAtOnce; ++i) {
+      const int at = first + 4 * i * kThreads;
+      const float four[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
+      most[i] = minus_infinity();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        if (at + k < count) body(four[k]);
+        if (at + k < count) most[i] = fmaxf(four[k], most[i]);
       }
     }
+    body(most, first);
   }
 }
 
-// How many of others[0, count) are greater. `count` is a multiple of 4.
-__device__ __forceinline__ int count_greater(const float* others, int count, float own) {
-  int above = 0;
-#pragma unroll 4
-  for (int i = 0; i < count; i += 4) {
-    const float4 four = *reinterpret_cast<const float4*>(others + i);
-    above += (four.x > own) + (four.y > own) + (four.z > own) + (four.w > own);
-  }
-  return above;
-}
-
-// The `wanted`-th of the groups' greatest logits, where a thread has `of_thread`.
-__device__ __forceinline__ float greatest_of_groups(Shared& shared, float of_thread, int wanted) {
-  const int lanes = wanted <= kFewGroups ? kGroupLanes : 1, groups = kThreads / lanes;
-  for (int mask = 1; mask < lanes; mask *= 2)
-    of_thread = fmaxf(__shfl_xor_sync(kAllLanes, of_thread, mask), of_thread);
-  if (threadIdx.x % lanes == 0) shared.groups[threadIdx.x / lanes] = of_thread;
+// The `wanted`-th greatest of shared.values[0, count). There are as many, and `count` is a multiple of 32.
+__device__ __forceinline__ float nth_greatest(Shared& shared, int count, int wanted) {
   if (threadIdx.x == 0) shared.limit = 0xffffffffu;
   __syncthreads();
-  if (threadIdx.x < groups) {
-    const float own = shared.groups[threadIdx.x];
-    const int above = count_greater(shared.groups, groups, own);
-    const uint32_t key = above < wanted ? key_of<SampleMath>(own) : 0xffffffffu;
-    const uint32_t least = __reduce_min_sync(kAllLanes, key);
+  if (threadIdx.x < count) {
+    const float own = shared.values[threadIdx.x];
+    // NOTE: four sums of floats: of one sum of predicates each waits for the one before, 90 cycles for four (H200).
+    float4 above = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+    for (int i = 0; i < count; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(shared.values + i);
+      above.x += four.x > own ? 1.0f : 0.0f;
+      above.y += four.y > own ? 1.0f : 0.0f;
+      above.z += four.z > own ? 1.0f : 0.0f;
+      above.w += four.w > own ? 1.0f : 0.0f;
+    }
+    const bool is = above.x + above.y + above.z + above.w < static_cast<float>(wanted);
+    const uint32_t least = __reduce_min_sync(kAllLanes, is ? key_of<SampleMath>(own) : 0xffffffffu);
     if (threadIdx.x % kWarpSize == 0) atomicMin(&shared.limit, least);
   }
   __syncthreads();
   return value_of_key<SampleMath>(shared.limit);
+}
+
+// That of the groups' greatest logits, where a thread has `of_thread`.
+__device__ __forceinline__ float greatest_of_groups(Shared& shared, float of_thread, int wanted) {
+  const int lanes = wanted <= kFewGroups ? kGroupLanes : 1;
+  for (int mask = 1; mask < lanes; mask *= 2)
+    of_thread = fmaxf(__shfl_xor_sync(kAllLanes, of_thread, mask), of_thread);
+  if (threadIdx.x % lanes == 0) shared.values[threadIdx.x / lanes] = of_thread;
+  return nth_greatest(shared, kThreads / lanes, wanted);
 }
 
 // At most the least logit at this distance. NOTE: a rounded sum is not above a float that the sum is not above.
@@ -109,12 +118,12 @@ __device__ __forceinline__ float limit_of(Shared& shared, const Wanted& wanted, 
   return wanted.top_k > 0 ? of_groups : fmaxf(of_groups, limit_at(scale, kNoWeight));
 }
 
-// Finds the key from which on, from the greatest, the amounts of the list's keys reach `least`, and that for `most`; 0
-// where there is none. Thread i has the amount of number i.
-__device__ __noinline__ void find_keys(Shared& shared, int listed, unsigned long long amount,
-                                       unsigned long long least, unsigned long long most) {
+// Finds the key from which on, from the greatest, the weights of the list's keys reach `least`, and that for `most`; 0
+// where there is none. Thread i has the weight of number i.
+__device__ __forceinline__ void find_keys(Shared& shared, int listed, unsigned long long weight,
+                                          unsigned long long least, unsigned long long most) {
   const uint32_t own = shared.keys[threadIdx.x];
-  shared.weights[threadIdx.x] = own == 0 ? 0 : amount;
+  shared.weights[threadIdx.x] = weight;
   if (threadIdx.x < 2) shared.found[threadIdx.x] = 0;
   __syncthreads();
   if (own != 0) {
@@ -145,8 +154,9 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
   const RowStrips row_strips(p.strips, row);
 
   float of_thread = minus_infinity();
-  for_each_strip(row_strips.greatest, strips,
-                 [&](float its) { of_thread = fmaxf(its, of_thread); });
+  for_strips(row_strips.greatest, strips, [&](const float(&most)[kFoursAtOnce], int) {
+    for (const float its : most) of_thread = fmaxf(its, of_thread);
+  });
   const float of_warp = warp_greatest(of_thread);
   if (threadIdx.x % kWarpSize == 0) shared.of_warps[threadIdx.x / kWarpSize] = of_warp;
   shared.keys[threadIdx.x] = 0;
@@ -164,24 +174,35 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
   }
 
   unsigned long long below = 0;  // what all that is not read weighs at most
-  // Most threads have nothing to list.
-  if (of_thread >= limit || (weighs_all && scale.distance(of_thread) > kNoWeight)) {
-    // NOTE: a thread's strips are those of for_each_strip, of which it has the greatest. Rolled, as few come here.
+  const auto is_listed = [&](float its) { return its >= limit && its > minus_infinity(); };
+  const auto counts = [&](float its) {
+    return is_listed(its) || (weighs_all && scale.distance(its) > kNoWeight);
+  };
+  // Most threads have nothing that counts, and of the others most strips do not.
+  if (counts(of_thread)) {
+    for_strips(row_strips.greatest, strips, [&](const float(&most)[kFoursAtOnce], int first) {
+      uint32_t fours = 0;
+#pragma unroll
+      for (int i = 0; i < kFoursAtOnce; ++i) fours |= counts(most[i]) ? 1u << i : 0u;
 #pragma unroll 1
-    for (int first = 4 * static_cast<int>(threadIdx.x); first < strips; first += 4 * kThreads) {
-#pragma unroll 1
-      for (int strip = first; strip < first + 4 && strip < strips; ++strip) {
-        const float its = row_strips.greatest[strip];
-        if (its >= limit && its > minus_infinity()) {
-          const uint32_t at = atomicAdd(&shared.listed_strips, 1u);
-          if (at < kMostStrips) shared.strips[at] = strip;
-        } else if (weighs_all) {
-          // NOTE: more than that, should a lesser logit have a greater weight by an error of e^distance.
-          const unsigned long long weight = weight_of<SampleMath>(scale.distance(its));
-          below += weight == 0 ? 0 : kStrip * (weight + (weight >> 16) + 1);
+      for (; fours != 0; fours &= fours - 1) {
+        const int begin = first + 4 * (__ffs(fours) - 1) * kThreads;
+        const float4 loaded = *reinterpret_cast<const float4*>(row_strips.greatest + begin);
+        const float four[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          if (begin + k >= strips) break;
+          if (is_listed(four[k])) {
+            const uint32_t at = atomicAdd(&shared.listed_strips, 1u);
+            if (at < kMostStrips) shared.strips[at] = begin + k;
+          } else if (weighs_all) {
+            // NOTE: more than that, should a lesser logit have a greater weight by an error of e^distance.
+            const unsigned long long weight = weight_of<SampleMath>(scale.distance(four[k]));
+            below += weight == 0 ? 0 : kStrip * (weight + (weight >> 16) + 1);
+          }
         }
       }
-    }
+    });
   }
   __syncthreads();
   const int listed_strips = static_cast<int>(shared.listed_strips);
@@ -202,6 +223,7 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
+      if (columns[j] >= vocab) continue;
       if (weighs_all) sum += weight_of<SampleMath>(scale.distance(loaded[j]));
       if (!(loaded[j] >= limit && loaded[j] > minus_infinity())) continue;
       const uint32_t at = atomicAdd(&shared.listed, 1u);
@@ -217,10 +239,11 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
 
   const uint32_t own = shared.keys[threadIdx.x];
   uint32_t bound = 1;  // 0 is no key
-  if (filters && wanted.top_k > 0) {
-    find_keys(shared, listed, 1, wanted.top_k, wanted.top_k);
-    // NOTE: min_p may have left less than top_k.
-    if (shared.found[0] != 0) bound = shared.found[0];
+  // NOTE: min_p may have left less than top_k.
+  if (filters && wanted.top_k > 0 && wanted.top_k < listed) {
+    shared.values[threadIdx.x] = own == 0 ? minus_infinity() : value_of_key<SampleMath>(own);
+    const int whole_warps = (listed + kWarpSize - 1) / kWarpSize * kWarpSize;
+    bound = key_of<SampleMath>(nth_greatest(shared, whole_warps, static_cast<int>(wanted.top_k)));
   }
   if (filters && wanted.weighs()) {
     const unsigned long long weight = own >= bound ? scale.weight_of_key(own) : 0;
