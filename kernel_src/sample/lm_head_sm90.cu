@@ -241,15 +241,16 @@ __device__ __forceinline__ void store_if(bool is, float* at, float value) {
       : "memory");
 }
 
-// As store_if, to global memory.
-__device__ __forceinline__ void store_global_if(bool is, float* at, const float4& value) {
+// As store_if, to global memory, of two values eight apart.
+__device__ __forceinline__ void store_global_if(uint32_t is, float* at, float value, float after) {
   asm volatile(
       "{\n"
       ".reg .pred is;\n"
       "setp.ne.b32 is, %0, 0;\n"
-      "@is st.global.v4.f32 [%1], {%2, %3, %4, %5};\n"
-      "}" ::"r"(static_cast<int>(is)),
-      "l"(at), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w));
+      "@is st.global.f32 [%1], %2;\n"
+      "@is st.global.f32 [%1 + 32], %3;\n"
+      "}" ::"r"(is),
+      "l"(at), "f"(value), "f"(after));
 }
 
 // ---- the draw from a tile ----
@@ -596,69 +597,66 @@ __device__ __forceinline__ void free_stage(uint32_t empty, int lane) {
   }
 }
 
-// Exchanges values between lanes that differ in a bit: then the lane without it has `first` of both, and the other one has
-// `second` of both.
-__device__ __forceinline__ void exchange(float& first, float& second, int bit, int lane) {
-  const bool high = (lane & bit) != 0;
-  const float got = __shfl_xor_sync(0xffffffffu, high ? first : second, bit);
-  first = high ? got : first;
-  second = high ? second : got;
+// The greatest of a warp's logits in each column of kTurns turns. A lane gets those of its two columns in one of the
+// turns, its number in bits 2 to 4 of the lane's, the highest first.
+template <int kTurns>
+__device__ __forceinline__ float2 greatest_of_columns(const float (&taken)[kTurns][4], int lane) {
+  float2 most[kTurns];
+#pragma unroll
+  for (int t = 0; t < kTurns; ++t) {
+    most[t] = make_float2(fmaxf(taken[t][0], taken[t][2]), fmaxf(taken[t][1], taken[t][3]));
+  }
+#pragma unroll
+  for (int bit = 4, half = kTurns / 2; bit <= 16; bit *= 2, half /= 2) {
+    const bool high = (lane & bit) != 0;
+    const auto greatest = [&](float first, float second) {
+      return fmaxf(high ? second : first, __shfl_xor_sync(0xffffffffu, high ? first : second, bit));
+    };
+#pragma unroll
+    for (int t = 0; t < (half > 0 ? half : 1); ++t) {
+      most[t].x = greatest(most[t].x, most[t + half].x);
+      most[t].y = greatest(most[t].y, most[t + half].y);
+    }
+  }
+  return most[0];
 }
 
 // Writes a warp's logits, of rows from `row` on, but for strips below a column's floor. The greatest of each strip goes to
-// `greatest`, unless that is null. What is not there is no number.
+// `greatest`. What is not there is no number.
 //
-// A lane gets four neighbouring rows of a column in each turn; of lanes that differ in bit 2 or 4 only, the columns are the
-// same. NOTE: eight lanes in a row are stored together: two times four rows of four columns, as four rows of eight columns
-// take longer. And without branches, so that several turns wait for their shuffles together: one after the other, of
-// those that have anything to be written, took longer (H200).
+// NOTE: without branches, so that the shuffles and stores of several turns are on their way together: one turn after the
+// other, of those that have anything to be written, took longer. Four bytes a lane, but whole sectors: longer vectors take
+// more shuffles than they save (H200).
 template <bool kCapped, int kCount>
 __device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& columns,
                                              const float (&logits)[kCount], float* greatest,
                                              int row, int lane) {
   static_assert(kUnitRows == kStrip, "a warp has a strip");
-  constexpr int kAtOnce = kCapped || kCount < 16 ? 1 : 4;
-  const int own_column = 2 * (lane & 3) + (lane >> 3 & 1);
-  const int own_row = row + 8 * (lane >> 2 & 1) + 4 * (lane >> 4);
-  const int told_turn = kAtOnce == 1 ? 0 : 2 * (lane >> 4) + (lane >> 2 & 1);
-  const int told_column = 8 * told_turn + own_column;
-  const bool is_there = own_row < p.vocab, tells = greatest != nullptr;
-  float* to = p.out.logits + (int64_t{p.batch_start} + own_column) * p.out.stride + own_row;
-  for_turns<kAtOnce, kCapped>(logits, [&](float(&taken)[kAtOnce][4], int turns) {
-    const float floor = columns.least[8 * turns + told_column];
-    float of_lane[kAtOnce];
+  constexpr int kTurns = kCapped ? 1 : kCount < 32 ? kCount / 4 : 8;
+  // Where a lane finds what is told of a turn, as an offset to its two lowest bits, and the turn that it tells.
+  constexpr auto teller_of = [](int turn) {
+    return 4 * (2 * turn / kTurns % 2) + 8 * (4 * turn / kTurns % 2) + 16 * (8 * turn / kTurns % 2);
+  };
+  const int told =
+      (kTurns * (lane >> 2 & 1) / 2) + (kTurns * (lane >> 3 & 1) / 4) + (kTurns * (lane >> 4) / 8);
+  const int own_column = 2 * (lane & 3), told_column = 8 * told + own_column;
+  float* to = p.out.logits + (int64_t{p.batch_start} + own_column) * p.out.stride + row + lane / 4;
+  for_turns<kTurns, kCapped>(logits, [&](float(&taken)[kTurns][4], int turns) {
 #pragma unroll
-    for (int t = 0; t < kAtOnce; ++t) {
+    for (int i = 0; i < 4 && kCapped; ++i)
+      taken[0][i] = soft_capped<SampleMath>(taken[0][i], p.softcap);
+    const float2 floor = two_of(columns.least + 8 * turns + told_column);
+    float2 most = greatest_of_columns(taken, lane);
+    // NOTE: of a number and what is none, fmaxf takes the number.
+    most = make_float2(fmaxf(most.x, -INFINITY), fmaxf(most.y, -INFINITY));
+    *reinterpret_cast<float2*>(greatest + 8 * turns + told_column) = most;
+    const uint32_t first = __ballot_sync(0xffffffffu, most.x >= floor.x) >> own_column / 2;
+    const uint32_t second = __ballot_sync(0xffffffffu, most.y >= floor.y) >> own_column / 2;
 #pragma unroll
-      for (int i = 0; i < 4 && kCapped; ++i)
-        taken[t][i] = soft_capped<SampleMath>(taken[t][i], p.softcap);
-      exchange(taken[t][0], taken[t][2], 4, lane);
-      exchange(taken[t][1], taken[t][3], 4, lane);
-      exchange(taken[t][0], taken[t][1], 8, lane);
-      exchange(taken[t][2], taken[t][3], 8, lane);
-      of_lane[t] = fmaxf(fmaxf(taken[t][0], taken[t][1]), fmaxf(taken[t][2], taken[t][3]));
-    }
-    // Of the turn that the lane tells. NOTE: of a number and what is none, fmaxf takes the number.
-    float of_strip = of_lane[0];
-    if constexpr (kAtOnce == 4) {
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        exchange(of_lane[t], of_lane[t + 2], 16, lane);
-        of_lane[t] = fmaxf(of_lane[t], of_lane[t + 2]);
-      }
-      exchange(of_lane[0], of_lane[1], 4, lane);
-      of_strip = fmaxf(of_lane[0], of_lane[1]);
-    } else {
-      of_strip = fmaxf(of_strip, __shfl_xor_sync(0xffffffffu, of_strip, 16));
-      of_strip = fmaxf(of_strip, __shfl_xor_sync(0xffffffffu, of_strip, 4));
-    }
-    of_strip = fmaxf(of_strip, -INFINITY);
-    store_if(tells, greatest + 8 * turns + told_column, of_strip);
-    const uint32_t written = __ballot_sync(0xffffffffu, of_strip >= floor) >> (lane & 11);
-#pragma unroll
-    for (int t = 0; t < kAtOnce; ++t) {
-      store_global_if(is_there && (written >> (16 * (t / 2) + 4 * (t % 2)) & 1) != 0, to,
-                      make_float4(taken[t][0], taken[t][2], taken[t][1], taken[t][3]));
+    for (int t = 0; t < kTurns; ++t) {
+      const uint32_t teller = 1u << teller_of(t);
+      store_global_if(first & teller, to, taken[t][0], taken[t][2]);
+      store_global_if(second & teller, to + p.out.stride, taken[t][1], taken[t][3]);
       to += 8 * p.out.stride;
     }
   });
@@ -761,15 +759,15 @@ __device__ __forceinline__ void keep_strips(const HeadDraw& p, const Columns& co
   for (int number = blockIdx.x; number < p.tiles; number += gridDim.x, ++turn) {
     const int half = turn & 1;
     const uint32_t parity = turn >> 1 & 1;
-    const bool is_last = number + gridDim.x >= p.tiles;
-    while (p.finds_floors && !is_last &&
+    const bool is_last = number + gridDim.x >= p.tiles;  // after which the next kernel waits
+    while (p.finds_floors &&
            !__all_sync(0xffffffffu, barrier_is_done(written + 8 * half, parity))) {
       for_columns([&](int column, int64_t row, float) {
         const uint32_t key = const_cast<const volatile uint32_t*>(strips.floors)[row];
         if (key != 0)
           const_cast<volatile float*>(columns.least)[column] = value_of_key<SampleMath>(key);
       });
-      __nanosleep(1000);
+      __nanosleep(is_last ? 100 : 1000);
     }
     barrier_wait(written + 8 * half, parity);
     const Tile tile = tile_of(p, number);
@@ -1089,12 +1087,11 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
       }
       if (p.out.logits != nullptr) {
         const bool has_strips = p.out.strips.greatest != nullptr;
-        float* greatest = has_strips ? own_noise() : nullptr;
         if (has_strips) barrier_wait(noise_full + 8 * (turn & 1), (turn >> 1 & 1) ^ 1);
         if (warp < tile.units && p.softcap == 0.0f) {
-          write_logits<false>(p, columns, logits, greatest, row, lane);
+          write_logits<false>(p, columns, logits, own_noise(), row, lane);
         } else if (warp < tile.units) {
-          write_logits<true>(p, columns, logits, greatest, row, lane);
+          write_logits<true>(p, columns, logits, own_noise(), row, lane);
         }
         __syncwarp();
         if (has_strips && lane == 0) barrier_arrive(noise_empty + 8 * (turn & 1));

@@ -146,7 +146,7 @@ const char* gumbel_sample(const GumbelSample& p, int device, void* stream);
 
 // The logits themselves, for gumbel_sample.
 struct HeadLogits {
-  float* logits;  // [batch, vocab], rows in multiples of 16 bytes, which may be filled up
+  float* logits;  // [batch, vocab], rows in whole strips, which may be filled up
   int64_t stride;
   Strips strips;          // to be written, unless null
   Filters filters;        // which tell the floors, where those are not null

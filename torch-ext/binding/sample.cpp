@@ -290,11 +290,11 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
     LmHeadSample p{head, draws, results, nullptr};
     return run(op, p, hidden);
   }
-  // Rows start on boundaries of 32 bytes, so that they are read as whole vectors.
-  const auto whole_vectors = [&](int64_t size) {
-    return empty_2d(head.batch, (size + 7) / 8 * 8, ScalarType::Float, hidden);
+  // Rows start on boundaries of 64 bytes: they are written as whole strips, and read as whole vectors.
+  const auto whole_strips = [&](int64_t size) {
+    return empty_2d(head.batch, (size + kStrip - 1) / kStrip * kStrip, ScalarType::Float, hidden);
   };
-  const Tensor logits = whole_vectors(head.vocab);
+  const Tensor logits = whole_strips(head.vocab);
   OptionalTensor strips, floors;
   GumbelSample p{};
   p.draws = draws;
@@ -309,7 +309,7 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
     const int32_t device = hidden.get_device_index();
     const OnDevice on_device(device);
     if (gpu::takes_strips(head, p, device)) {
-      strips = whole_vectors((head.vocab + kStrip - 1) / kStrip);
+      strips = whole_strips((head.vocab + kStrip - 1) / kStrip);
       p.strips = {floats_in(*strips), strips->size(1), nullptr};
       if (head.batch >= kFloorsFrom) {
         floors = empty_2d(2, head.batch, ScalarType::Int, hidden);
