@@ -127,11 +127,8 @@ __device__ __forceinline__ uint32_t narrow_chunk_of(int lane) {
 
 // ---- matrix products ----
 
-// A matrix in shared memory, in rows of 128 bytes, 8 of which are swizzled together.
-__device__ __forceinline__ uint64_t matrix_of(uint32_t address) {
-  return (uint64_t{address & 0x3ffffu} >> 4) | (uint64_t{1} << 16) | (uint64_t{64} << 32) |
-         (uint64_t{1} << 62);
-}
+// Tells Wgmma of a matrix in shared memory; 2 more is 32 bytes on.
+__device__ __forceinline__ uint32_t matrix_of(uint32_t address) { return address >> 4 | 1u << 16; }
 
 __device__ __forceinline__ void products_begin() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

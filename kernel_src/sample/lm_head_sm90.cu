@@ -832,7 +832,8 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
   const uint32_t noise_full = empty + kMostStages * 8, noise_empty = noise_full + 16;  // [2]
   const uint32_t queue_empty = noise_empty + 16;
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // NOTE: from a shuffle the compiler can tell that it is the same for all lanes.
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int rank = kCluster > 1 ? cluster_rank() : 0;
 
   if (threadIdx.x == 0) {
@@ -986,18 +987,21 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
         // Two halves of a stage, of which the products of one run while the other is loaded and widened.
         constexpr int kBlocks = kDepth / 32;  // of 16 elements
         uint32_t fragments[2][kBlocks][4];
-        const uint32_t own = narrow_chunk_of<kWeightRowBytes>(lane);
+        uint32_t own = stages + warp * (kUnitRows * kWeightRowBytes);
+        own += narrow_chunk_of<kWeightRowBytes>(lane);
+        asm volatile("" : "+r"(own));  // NOTE: not to be computed again for each stage
         for (int step = 0; step < p.steps; ++step) {
-          const uint32_t weight =
-              stages + stage * kStageBytes + warp * (kUnitRows * kWeightRowBytes);
-          const uint64_t hidden = matrix_of(stages + stage * kStageBytes + kWeightBytes);
+          const uint32_t weight = own + stage * kStageBytes;
+          // NOTE: as above, and so in the registers that products take it from.
+          const uint32_t hidden =
+              __shfl_sync(0xffffffffu, matrix_of(stages + stage * kStageBytes + kWeightBytes), 0);
           barrier_wait(full + 8 * stage, phase);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             uint32_t words[kBlocks / 2][4];
 #pragma unroll
             for (int i = 0; i < kBlocks / 2; ++i) {
-              load_matrices(weight + (own ^ (half * kBlocks / 2 + i) * 32), words[i]);
+              load_matrices(weight ^ (half * kBlocks / 2 + i) * 32, words[i]);
             }
             // All but the other half are done: these registers are free, and, after the first, the stage before.
             products_wait<1>();
@@ -1027,9 +1031,9 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
         }
       }
       for (int step = 0; step < p.steps && !kNarrow; ++step) {
-        const uint64_t weight =
+        const uint32_t weight =
             matrix_of(stages + stage * kStageBytes + group * kGroupRows * kRowBytes);
-        const uint64_t hidden = matrix_of(stages + stage * kStageBytes + kWeightBytes);
+        const uint32_t hidden = matrix_of(stages + stage * kStageBytes + kWeightBytes);
         barrier_wait(full + 8 * stage, phase);
         products_begin();
 #pragma unroll

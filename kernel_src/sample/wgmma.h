@@ -36,26 +36,33 @@ struct Wgmma;
 #define FUSELAGE_SUMS_64(i) FUSELAGE_SUMS_32(i), FUSELAGE_SUMS_32(i + 32)
 #define FUSELAGE_SUMS_128(i) FUSELAGE_SUMS_64(i), FUSELAGE_SUMS_64(i + 64)
 
+// Of a matrix's descriptor, the high word is the same for all: rows of 128 bytes, 8 of which are swizzled together.
+#define FUSELAGE_MATRIX(name, operand) \
+  ".reg .b64 " #name "; mov.b64 " #name ", {%" #operand ", high};"
+
 // The assembler's text counts operands: sums first, then i0 to i5.
 #define FUSELAGE_WGMMA(T, type, columns, count, i0, i1, i2, i3, i4, i5) \
   template <> \
   struct Wgmma<T, columns> { \
-    __device__ static __forceinline__ void run(float (&d)[count], uint64_t a, uint64_t b, \
+    __device__ static __forceinline__ void run(float (&d)[count], uint32_t a, uint32_t b, \
                                                int accumulate) { \
       asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i2 ", 0; " \
+                   ".reg .b32 high; mov.b32 high, 0x40000040;" \
+                   FUSELAGE_MATRIX(a, i0) FUSELAGE_MATRIX(b, i1) \
                    "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" \
-                   FUSELAGE_NUMBERS_##count "}, %" #i0 ", %" #i1 ", p, 1, 1, 0, 0;}" \
+                   FUSELAGE_NUMBERS_##count "}, a, b, p, 1, 1, 0, 0;}" \
                    : FUSELAGE_SUMS_##count(0) \
-                   : "l"(a), "l"(b), "r"(accumulate)); \
+                   : "r"(a), "r"(b), "r"(accumulate)); \
     } \
     __device__ static __forceinline__ void run(float (&d)[count], const uint32_t (&a)[4], \
-                                               uint64_t b, int accumulate) { \
+                                               uint32_t b, int accumulate) { \
       asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i5 ", 0; " \
+                   ".reg .b32 high; mov.b32 high, 0x40000040;" FUSELAGE_MATRIX(b, i4) \
                    "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" \
-                   FUSELAGE_NUMBERS_##count "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 \
+                   FUSELAGE_NUMBERS_##count "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b" \
                    ", p, 1, 1, 0;}" \
                    : FUSELAGE_SUMS_##count(0) \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)); \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate)); \
     } \
   };
 #define FUSELAGE_WGMMA_OF(T, type) \
@@ -70,6 +77,7 @@ FUSELAGE_WGMMA_OF(__nv_bfloat16, "bf16")
 FUSELAGE_WGMMA_OF(__half, "f16")
 #undef FUSELAGE_WGMMA_OF
 #undef FUSELAGE_WGMMA
+#undef FUSELAGE_MATRIX
 #undef FUSELAGE_SUMS_128
 #undef FUSELAGE_SUMS_64
 #undef FUSELAGE_SUMS_32
