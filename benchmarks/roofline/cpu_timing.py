@@ -16,7 +16,7 @@ class CpuTimer:
     """Wall-clock; the caches are not flushed, but no set is used twice in a row."""
 
     def __init__(self, quick: bool):
-        self.round_s = 0.02 if quick else 0.15
+        self.round_s = 0.01 if quick else 0.075
         self.method = {
             "clock": "perf_counter",
             "seconds a round": self.round_s,

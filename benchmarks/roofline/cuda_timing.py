@@ -19,9 +19,9 @@ FEWEST_CALLS = 20  # in a graph
 SLOW_CALL_US = 200  # a call this long, and three times the floor, needs no more calls than sets
 FLOOR_GBS = 4000  # only to tell what is slow
 WARM_UP_MS = 8  # of each contender in each round
-ROUND_MS = 30
-REPLAYS = (4, 8)  # in a round; at least, at most
-FLUSHED_REPLAYS = 20
+ROUND_MS = 15
+REPLAYS = (2, 4)  # in a round; at least, at most
+FLUSHED_REPLAYS = 10
 
 
 @dataclass(frozen=True)

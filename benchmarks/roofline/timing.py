@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-ROUNDS = 3
+ROUNDS = 6
 
 
 @dataclass
@@ -35,9 +35,14 @@ def percentile(ordered: list[float], percent: float) -> float:
 
 
 def in_turn(contenders: dict[str, Callable[[], Iterable[float]]]) -> dict[str, dict]:
-    """Times every contender once a round, so that drift meets them all."""
+    """Times every contender once a round, so that drift meets them all.
+
+    Each round begins with the next contender: at the limit of power what ran before counts.
+    """
     samples = {name: Samples() for name in contenders}
+    order = list(contenders)
     for _ in range(ROUNDS):
-        for name, time_once in contenders.items():
-            samples[name].rounds.append(list(time_once()))
+        for name in order:
+            samples[name].rounds.append(list(contenders[name]()))
+        order = order[1:] + order[:1]
     return {name: of.summary() for name, of in samples.items()}
