@@ -52,7 +52,7 @@ inline ClusterPolicy cluster_policy(const DeviceInfo& device, int64_t batch, int
   ClusterPolicy policy{};
   policy.blocks = cluster_for(device, vocab, kClusterWanted);
   policy.part = ceil_div(ceil_div(vocab, policy.blocks), 32) * 32;  // words of a bitmask
-  policy.clusters = std::max<int64_t>(4 * int64_t{device.multiprocessors} / policy.blocks, 1);
+  policy.clusters = std::max<int64_t>(8 * int64_t{device.multiprocessors} / policy.blocks, 1);
   const int64_t most =
       (device.shared_bytes_per_block - kClusterFixedBytes) / static_cast<int64_t>(sizeof(float));
   return policy.part <= most ? policy : ClusterPolicy{};
