@@ -587,9 +587,6 @@ gpuError draw_finish(const Draws& draws, const DrawResults& results, const RowSt
 
 int64_t gumbel_sample_workspace(const GumbelSample& p, int device) {
   const DeviceInfo& info = device_info(device);
-#if !defined(USE_ROCM)
-  if (p.strips.greatest != nullptr) return strips_workspace(p);
-#endif
   if (cluster_policy_of(p, info).blocks != 0) return 0;
   return space_of(p, sample_policy(info, p.draws.batch, p.draws.vocab)).bytes;
 }

@@ -743,7 +743,7 @@ __device__ __forceinline__ void keep_strips(const HeadDraw& p, const Columns& co
                                             const float* greatest, uint32_t read, uint32_t written,
                                             int thread) {
   constexpr int kEach = (kColumns + kNoiseThreads - 1) / kNoiseThreads;
-  wait_for_kernel_before();  // that has cleared the floors
+  wait_for_kernel_before();  // that has cleared what strips need
   const Strips& strips = p.out.strips;
   float seen[kEach];
 #pragma unroll
@@ -1140,20 +1140,29 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
 #endif
 }
 
+// What is made ready for a launch.
+struct Cleared {
+  uint32_t* values;  // [count]: set to 0
+  int count;
+
+  __device__ __forceinline__ void run() const {
+    for (int i = threadIdx.x; i < count; i += blockDim.x) values[i] = 0;
+  }
+};
+
 // NOTE: the kernel that follows may start at once. All that was launched before is done then.
-__global__ void clear_kernel(uint32_t* values, int count) {
+__global__ void clear_kernel(const Cleared cleared) {
   let_kernel_after_start();
-  for (int i = threadIdx.x; i < count; i += blockDim.x) values[i] = 0;
+  cleared.run();
 }
 
 struct HiddenTiles {
   const uint16_t* hidden;  // [batch, dim]
   int64_t stride, dim;
   int batch, columns;
-  int blocks;         // of 16 elements, with those that fill up the depth
-  uint4* tiles;       // [blocks / 4, columns, 64], and in each block the order of the products
-  uint32_t* cleared;  // [count]
-  int count;
+  int blocks;    // of 16 elements, with those that fill up the depth
+  uint4* tiles;  // [blocks / 4, columns, 64], and in each block the order of the products
+  Cleared cleared;
 };
 
 constexpr int kTilesThreads = 256;
@@ -1161,9 +1170,7 @@ constexpr int kTilesThreads = 256;
 // Puts hidden into tiles, a block of 16 elements a thread, and clears as the kernel above. NOTE: its note holds here.
 __global__ void __launch_bounds__(kTilesThreads) hidden_tiles_kernel(const HiddenTiles p) {
   let_kernel_after_start();
-  if (blockIdx.x == 0) {
-    for (int i = threadIdx.x; i < p.count; i += kTilesThreads) p.cleared[i] = 0;
-  }
+  if (blockIdx.x == 0) p.cleared.run();
   const int64_t i = int64_t{blockIdx.x} * kTilesThreads + threadIdx.x;
   const int column = static_cast<int>(i / p.blocks), block = static_cast<int>(i % p.blocks);
   if (column >= p.columns) return;
@@ -1357,20 +1364,20 @@ const char* launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles, int bloc
   attributes[0].val.clusterDim = {kCluster, 1, 1};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  const bool draws = p.out.logits == nullptr;
-  // Floors are those of all launches.
-  const bool clears_floors = p.out.strips.floors != nullptr && p.batch_start == 0;
-  uint32_t* cleared = draws ? p.shared_least : p.out.strips.floors;
-  const int count = draws           ? p.num_samples * (kColumns + 1)
-                    : clears_floors ? 2 * static_cast<int>(head.batch)
-                                    : 0;
+  const Strips& strips = p.out.strips;
+  Cleared cleared{};
+  if (p.out.logits == nullptr) {
+    cleared = {p.shared_least, p.num_samples * (kColumns + 1)};
+  } else if (strips.greatest != nullptr && p.batch_start == 0) {  // what all launches share
+    cleared = {strips.left, static_cast<int>(strips.words(head.batch))};
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads_of(kColumns, kNarrow));
   config.dynamicSmemBytes = kShared;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = kNarrow || count > 0 ? 2 : 1;
+  config.numAttrs = kNarrow || cleared.count > 0 ? 2 : 1;
   if (kNarrow) {
     HiddenTiles tiles{};
     tiles.hidden = from;
@@ -1381,13 +1388,12 @@ const char* launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles, int bloc
     tiles.blocks = p.steps * (kDepth / 16);
     tiles.tiles = hidden_tiles;
     tiles.cleared = cleared;
-    tiles.count = count;
     error = gpu_launch(
         hidden_tiles_kernel,
         dim3(static_cast<unsigned>(ceil_div(int64_t{tiles.blocks} * kColumns, kTilesThreads))),
         dim3(kTilesThreads), 0, 1, stream, tiles);
-  } else if (count > 0) {
-    error = gpu_launch(clear_kernel, dim3(1), dim3(256), 0, 1, stream, cleared, count);
+  } else if (cleared.count > 0) {
+    error = gpu_launch(clear_kernel, dim3(1), dim3(256), 0, 1, stream, cleared);
   }
   if (error != gpuSuccess) return message_of(error);
   return message_of(

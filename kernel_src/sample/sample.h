@@ -88,8 +88,13 @@ struct Strips {
   // [batch, ceil(vocab / kStrip)], -inf where all are NaN, rows in multiples of 16 bytes; or null.
   float* greatest;
   int64_t stride;
-  // [2 * batch]: a row's key, or 0; the other half is for the head to count in. Or null.
+  // [2 + batch]: of rows that the filters leave too much of how many there are, how many are taken, and which they are.
+  // The head sets both numbers to 0.
+  uint32_t* left;
+  // [2 * batch], behind those: a row's key, or 0; the other half is for the head to count in. Or null.
   uint32_t* floors;
+
+  int64_t words(int64_t batch) const { return 2 + batch * (floors == nullptr ? 1 : 3); }
 };
 
 // Rows of a batch from which on there are floors: what fewer write hardly counts.
@@ -107,8 +112,7 @@ struct GumbelSample {
   const int32_t*
       bitmask;  // [batch or 1, ceil(vocab / 32)], bit i % 32 of word i / 32: may i be drawn; or null
   int64_t bitmask_stride;
-  Strips strips;         // only of float32 logits without bias and bitmask
-  const uint32_t* done;  // [batch]: rows that have been drawn from are not 0; or null
+  Strips strips;  // only of float32 logits without bias and bitmask
   DrawResults results;
   void* workspace;
 };

@@ -44,6 +44,7 @@ struct Shared {
   Candidate best_of_warps[kWarps];
   Found found;
   uint32_t listed, least, most, floor, few, few_keys[kWarpSize];
+  uint32_t next;  // of the rows that are left
   // Of this block, read by the others.
   Greatest greatest;
   unsigned long long segment, sum, weights, allowed;
@@ -91,15 +92,13 @@ struct Part {
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         const int i = first + j * kClusterThreads + static_cast<int>(threadIdx.x);
-        if (i < count) loaded[j] = vectors[i];
+        const float none = minus_infinity();
+        loaded[j] = i < count ? vectors[i] : make_float4(none, none, none, none);
       }
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         const int i = first + j * kClusterThreads + static_cast<int>(threadIdx.x);
-        const bool is = i < count;
-        const float none = minus_infinity();
-        const float four[4] = {is ? loaded[j].x : none, is ? loaded[j].y : none,
-                               is ? loaded[j].z : none, is ? loaded[j].w : none};
+        const float four[4] = {loaded[j].x, loaded[j].y, loaded[j].z, loaded[j].w};
         body(i, four);
       }
     }
@@ -120,7 +119,9 @@ __device__ __forceinline__ float load_part(const GumbelSample& p, int64_t row, c
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         const int at = first + (j * kClusterThreads + static_cast<int>(threadIdx.x)) * kWidth;
-        if (at + kWidth <= part.size) vectors[j] = Vector<T, kWidth>::load(data + at);
+        // NOTE: always set, or what was there is kept from row to row.
+        vectors[j] =
+            at + kWidth <= part.size ? Vector<T, kWidth>::load(data + at) : Vector<T, kWidth>{};
       }
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
@@ -610,7 +611,14 @@ struct Filtering {
 // ---- the kernel ----
 
 __device__ __forceinline__ void draw_row(const GumbelSample& p, Shared& shared,
-                                         const Cluster& cluster, const Part& part, int64_t row) {
+                                         const ClusterPolicy& policy, int64_t row) {
+  const Cluster cluster{policy.blocks, policy.blocks == 1 ? 0 : cluster_rank()};
+  const int64_t begin = cluster.rank * policy.part, behind = p.draws.vocab - begin;
+  const Part part{reinterpret_cast<float*>(reinterpret_cast<char*>(&shared) + kClusterFixedBytes),
+                  static_cast<int>(begin),
+                  static_cast<int>(behind < 0             ? 0
+                                   : behind < policy.part ? behind
+                                                          : policy.part)};
   const Heat heat = heat_of(p.draws, row);
   const NoiseKey key = key_of_row(p.draws, row);
 
@@ -709,42 +717,33 @@ __device__ __forceinline__ void draw_row(const GumbelSample& p, Shared& shared,
     }
     // NOTE: an offset of all rows may be read by other clusters still.
     if (threadIdx.x == 0 && has_own_offset(p.draws)) ++p.draws.offsets[row];
+    if (threadIdx.x == 0 && p.strips.left != nullptr) {
+      const uint32_t next =
+          static_cast<uint32_t>(policy.clusters) + atomicAdd(p.strips.left + 1, 1u);
+      for (int block = 0; block < cluster.blocks; ++block) *cluster.at(&shared.next, block) = next;
+    }
   }
   cluster.sync();
 }
 
-// A cluster has a row, or, kSeveral, each policy.clusters-th. Rows that are done are left out. NOTE: the loop costs a tenth
-// of the time of a row, by registers that are spilled.
-template <bool kSeveral>
-__global__ void __launch_bounds__(kClusterThreads, 2)
+// A cluster has a row, or takes, one after the other, of those that are left.
+__global__ void __launch_bounds__(kClusterThreads, kClusterBlocks)
     cluster_kernel(const GumbelSample p, const ClusterPolicy policy) {
   extern __shared__ __align__(128) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const int64_t first = blockIdx.x / policy.blocks;
   wait_for_kernel_before();
-  // Mostly nothing is left to do: this comes before all that takes time.
-  if constexpr (kSeveral) {
-    bool is_left = false;
-    for (int64_t i = threadIdx.x; first + i * policy.clusters < p.draws.batch; i += kClusterThreads)
-      is_left |= p.done[first + i * policy.clusters] == 0;
-    if (__syncthreads_or(is_left) == 0) return;
-  } else if (p.done != nullptr && p.done[first] != 0) {
-    return;
-  }
-  const Cluster cluster{policy.blocks, policy.blocks == 1 ? 0 : cluster_rank()};
-  const int64_t begin = cluster.rank * policy.part, behind = p.draws.vocab - begin;
-  const Part part{reinterpret_cast<float*>(bytes + kClusterFixedBytes), static_cast<int>(begin),
-                  static_cast<int>(behind < 0             ? 0
-                                   : behind < policy.part ? behind
-                                                          : policy.part)};
-  if constexpr (kSeveral) {
+  const uint32_t* left = p.strips.left;
+  uint32_t number = blockIdx.x / policy.blocks;
 #pragma unroll 1
-    for (int64_t row = first; row < p.draws.batch; row += policy.clusters) {
-      if (p.done[row] == 0) draw_row(p, shared, cluster, part, row);
+  do {
+    int64_t row = number;
+    if (left != nullptr) {
+      if (number >= left[0]) break;  // NOTE: mostly at once: this comes before all that takes time
+      row = left[2 + number];
     }
-  } else {
-    draw_row(p, shared, cluster, part, first);
-  }
+    draw_row(p, shared, policy, row);
+    number = shared.next;
+  } while (left != nullptr);
   let_kernel_after_start();
 }
 
@@ -761,13 +760,12 @@ __global__ void advance_kernel(int64_t* offset) {
 namespace gpu {
 
 gpuError cluster_sample(const GumbelSample& p, const ClusterPolicy& policy, gpuStream stream) {
-  const bool several = p.done != nullptr && p.draws.batch > policy.clusters;
-  const int64_t clusters = several ? policy.clusters : p.draws.batch;
+  const int64_t clusters =
+      p.strips.left == nullptr ? p.draws.batch : std::min(p.draws.batch, policy.clusters);
   const dim3 grid(static_cast<unsigned>(clusters * policy.blocks));
   const int bytes = kClusterFixedBytes + static_cast<int>(policy.part * sizeof(float));
-  const gpuError error =
-      gpu_launch_as(true, several ? &cluster_kernel<true> : &cluster_kernel<false>, grid,
-                    dim3(kClusterThreads), bytes, policy.blocks, stream, p, policy);
+  const gpuError error = gpu_launch_as(true, &cluster_kernel, grid, dim3(kClusterThreads), bytes,
+                                       policy.blocks, stream, p, policy);
   if (error != gpuSuccess || has_own_offset(p.draws)) return error;
   return gpu_launch_after(&advance_kernel, dim3(1), dim3(1), stream, p.draws.offsets);
 }

@@ -33,6 +33,7 @@ inline SamplePolicy sample_policy(const DeviceInfo& device, int64_t batch, int64
 
 // A row in the shared memory of a cluster.
 constexpr int kClusterThreads = 512;
+constexpr int kClusterBlocks = 2;              // on a multiprocessor
 constexpr int kClusterListed = 4096;           // logits that may be listed
 constexpr int kClusterFixedBytes = 34 * 1024;  // of a block, besides its part of the row
 constexpr int kClusterWanted = 8192;           // logits of a row for one block
@@ -40,7 +41,7 @@ constexpr int kClusterWanted = 8192;           // logits of a row for one block
 struct ClusterPolicy {
   int64_t part;      // logits of a row for one block
   int blocks;        // of a cluster; 0 where the GPU has none, or not room for the row
-  int64_t clusters;  // at most, where most rows are done before: a few times as many as run at once
+  int64_t clusters;  // at most, where most rows are done before: as many as run at once
 };
 
 inline ClusterPolicy cluster_policy(const DeviceInfo& device, int64_t batch, int64_t vocab) {
@@ -52,7 +53,8 @@ inline ClusterPolicy cluster_policy(const DeviceInfo& device, int64_t batch, int
   ClusterPolicy policy{};
   policy.blocks = cluster_for(device, vocab, kClusterWanted);
   policy.part = ceil_div(ceil_div(vocab, policy.blocks), 32) * 32;  // words of a bitmask
-  policy.clusters = std::max<int64_t>(8 * int64_t{device.multiprocessors} / policy.blocks, 1);
+  policy.clusters =
+      std::max<int64_t>(kClusterBlocks * int64_t{device.multiprocessors} / policy.blocks, 1);
   const int64_t most =
       (device.shared_bytes_per_block - kClusterFixedBytes) / static_cast<int64_t>(sizeof(float));
   return policy.part <= most ? policy : ClusterPolicy{};

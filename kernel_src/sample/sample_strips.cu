@@ -278,12 +278,12 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
   return true;
 }
 
-__global__ void __launch_bounds__(kThreads, 2) strips_kernel(const GumbelSample p, uint32_t* done) {
+__global__ void __launch_bounds__(kThreads, 2) strips_kernel(const GumbelSample p) {
   __shared__ Shared shared;
   const int64_t row = blockIdx.x;
   const bool drawn = draw_row(p, shared, row);
   if (threadIdx.x == 0) {
-    done[row] = drawn ? 1 : 0;
+    if (!drawn) p.strips.left[2 + atomicAdd(p.strips.left, 1u)] = static_cast<uint32_t>(row);
     if (drawn && has_own_offset(p.draws)) ++p.draws.offsets[row];
   }
   let_kernel_after_start();
@@ -293,16 +293,9 @@ __global__ void __launch_bounds__(kThreads, 2) strips_kernel(const GumbelSample 
 
 namespace gpu {
 
-int64_t strips_workspace(const GumbelSample& p) {
-  return p.draws.batch * static_cast<int64_t>(sizeof(uint32_t));
-}
-
-gpuError strips_sample(const GumbelSample& given, const ClusterPolicy& policy, gpuStream stream) {
-  GumbelSample p = given;
-  uint32_t* done = static_cast<uint32_t*>(p.workspace);
-  p.done = done;
+gpuError strips_sample(const GumbelSample& p, const ClusterPolicy& policy, gpuStream stream) {
   const gpuError error = gpu_launch_after(
-      &strips_kernel, dim3(static_cast<unsigned>(p.draws.batch)), dim3(kThreads), stream, p, done);
+      &strips_kernel, dim3(static_cast<unsigned>(p.draws.batch)), dim3(kThreads), stream, p);
   return error != gpuSuccess ? error : cluster_sample(p, policy, stream);
 }
 

@@ -7,7 +7,6 @@
 namespace fuselage {
 namespace gpu {
 
-int64_t strips_workspace(const GumbelSample& p);
 // For p.strips, and policies with blocks: rows whose filters leave too much are a cluster's.
 gpuError strips_sample(const GumbelSample& p, const ClusterPolicy& policy, gpuStream stream);
 

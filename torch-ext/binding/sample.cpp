@@ -295,7 +295,7 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
     return empty_2d(head.batch, (size + kStrip - 1) / kStrip * kStrip, ScalarType::Float, hidden);
   };
   const Tensor logits = whole_strips(head.vocab);
-  OptionalTensor strips, floors;
+  OptionalTensor strips, of_strips;
   GumbelSample p{};
   p.draws = draws;
   p.filters = filters;
@@ -310,11 +310,10 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
     const OnDevice on_device(device);
     if (gpu::takes_strips(head, p, device)) {
       strips = whole_strips((head.vocab + kStrip - 1) / kStrip);
-      p.strips = {floats_in(*strips), strips->size(1), nullptr};
-      if (head.batch >= kFloorsFrom) {
-        floors = empty_2d(2, head.batch, ScalarType::Int, hidden);
-        p.strips.floors = static_cast<uint32_t*>(floors->mutable_data_ptr());
-      }
+      of_strips = workspace_of((2 + 3 * head.batch) * int64_t{sizeof(uint32_t)}, hidden);
+      uint32_t* left = static_cast<uint32_t*>(of_strips->mutable_data_ptr());
+      p.strips = {floats_in(*strips), strips->size(1), left,
+                  head.batch >= kFloorsFrom ? left + 2 + head.batch : nullptr};
     }
     const gpu::HeadLogits out{floats_in(logits), p.stride, p.strips, filters, draws.temperature};
     const int64_t bytes = gpu::lm_head_logits_workspace(head, device);
