@@ -1144,9 +1144,11 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
 struct Cleared {
   uint32_t* values;  // [count]: set to 0
   int count;
+  int64_t* offset;  // advanced, or null
 
   __device__ __forceinline__ void run() const {
     for (int i = threadIdx.x; i < count; i += blockDim.x) values[i] = 0;
+    if (offset != nullptr && threadIdx.x == 0) ++*offset;
   }
 };
 
@@ -1367,9 +1369,9 @@ const char* launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles, int bloc
   const Strips& strips = p.out.strips;
   Cleared cleared{};
   if (p.out.logits == nullptr) {
-    cleared = {p.shared_least, p.num_samples * (kColumns + 1)};
+    cleared = {p.shared_least, p.num_samples * (kColumns + 1), nullptr};
   } else if (strips.greatest != nullptr && p.batch_start == 0) {  // what all launches share
-    cleared = {strips.left, static_cast<int>(strips.words(head.batch))};
+    cleared = {strips.left, static_cast<int>(strips.words(head.batch)), p.out.offset};
   }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);

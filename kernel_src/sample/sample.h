@@ -56,6 +56,7 @@ struct Draws {
   int num_samples;
   const int64_t* seeds;  // [batch], or [1]
   int64_t* offsets;      // [batch], or [1]: read, and then one greater
+  bool is_advanced;      // the one offset of several rows, before it is read
   bool seed_per_row, offset_per_row;
   RowFloats temperature;
 };
@@ -155,6 +156,7 @@ struct HeadLogits {
   Strips strips;          // to be written, unless null
   Filters filters;        // which tell the floors, where those are not null
   RowFloats temperature;  // for them
+  int64_t* offset;        // to be advanced beside strips, or null
 };
 
 // Whether gumbel_sample would use strips and lm_head_logits can write them.

@@ -766,7 +766,7 @@ gpuError cluster_sample(const GumbelSample& p, const ClusterPolicy& policy, gpuS
   const int bytes = kClusterFixedBytes + static_cast<int>(policy.part * sizeof(float));
   const gpuError error = gpu_launch_as(true, &cluster_kernel, grid, dim3(kClusterThreads), bytes,
                                        policy.blocks, stream, p, policy);
-  if (error != gpuSuccess || has_own_offset(p.draws)) return error;
+  if (error != gpuSuccess || has_own_offset(p.draws) || p.draws.is_advanced) return error;
   return gpu_launch_after(&advance_kernel, dim3(1), dim3(1), stream, p.draws.offsets);
 }
 

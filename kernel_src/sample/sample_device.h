@@ -77,7 +77,8 @@ struct Scale {
 
 __device__ __forceinline__ NoiseKey key_of_row(const Draws& draws, int64_t row) {
   const uint64_t seed = static_cast<uint64_t>(draws.seeds[draws.seed_per_row ? row : 0]);
-  const uint64_t offset = static_cast<uint64_t>(draws.offsets[draws.offset_per_row ? row : 0]);
+  const uint64_t offset = static_cast<uint64_t>(draws.offsets[draws.offset_per_row ? row : 0]) -
+                          (draws.is_advanced ? 1 : 0);
   return {{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)},
           {static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32)},
           draws.seed_per_row ? 0u : static_cast<uint32_t>(row) * 256u};

@@ -150,7 +150,7 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
   const NoiseKey noise = key_of_row(p.draws, row);
   const Wanted wanted(p.filters, p.draws.vocab, row);
   const bool weighs_all = wanted.weighs_all();
-  wait_for_kernel_before();  // the head, which writes nothing of these
+  wait_for_kernel_before();  // the head. What writes any of these was done before it was
   const RowStrips row_strips(p.strips, row);
 
   float of_thread = minus_infinity();

@@ -314,8 +314,11 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
       uint32_t* left = static_cast<uint32_t*>(of_strips->mutable_data_ptr());
       p.strips = {floats_in(*strips), strips->size(1), left,
                   head.batch >= kFloorsFrom ? left + 2 + head.batch : nullptr};
+      p.draws.is_advanced = draws.batch > 1 && !draws.offset_per_row;
     }
-    const gpu::HeadLogits out{floats_in(logits), p.stride, p.strips, filters, draws.temperature};
+    const gpu::HeadLogits out{floats_in(logits), p.stride,
+                              p.strips,          filters,
+                              draws.temperature, p.draws.is_advanced ? draws.offsets : nullptr};
     const int64_t bytes = gpu::lm_head_logits_workspace(head, device);
     const Tensor workspace = bytes == 0 ? logits : workspace_of(bytes, hidden);
     const char* error =
