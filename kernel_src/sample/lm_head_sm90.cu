@@ -247,8 +247,8 @@ __device__ __forceinline__ void store_global_if(uint32_t is, float* at, float va
       "{\n"
       ".reg .pred is;\n"
       "setp.ne.b32 is, %0, 0;\n"
-      "@is st.global.f32 [%1], %2;\n"
-      "@is st.global.f32 [%1 + 32], %3;\n"
+      "@is st.global.cs.f32 [%1], %2;\n"
+      "@is st.global.cs.f32 [%1 + 32], %3;\n"
       "}" ::"r"(is),
       "l"(at), "f"(value), "f"(after));
 }
