@@ -40,11 +40,11 @@ donated buffers are switched off for it. Before timing, outputs are overwritten 
 is replayed, and they are compared with a direct call: kernels that escaped the capture cannot look
 fast.
 
-*Side by side.* All contenders of a case are captured first and then timed in turn, six rounds each
-with a warm-up of its own, so that drift meets them all. Each round begins with another contender,
-as at the limit of power a call's time depends on what ran before it. Median, 10th and 90th
-percentile over the replays of all rounds are recorded, and the medians of the rounds, whose spread
-is the noise.
+*Side by side.* All contenders of a case are captured first and then timed in turn, 24 times each,
+in an order that changes. A turn is some milliseconds: at the limit of power the clock follows what
+ran in the last tens of them, and so is much the same for all. (Rounds of 15 ms differed by a
+tenth.) Short graphs are replayed before they are timed. Median, 10th and 90th percentile over all
+replays are recorded, and the medians of sixths of the turns, whose spread is the noise.
 
 *Host time* is a section of its own: wall-clock of one call on small tensors, in turn as well,
 blocks of calls without synchronisation; the smallest of the rounds' median blocks counts.

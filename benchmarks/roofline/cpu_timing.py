@@ -15,6 +15,8 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt
 class CpuTimer:
     """Wall-clock; the caches are not flushed, but no set is used twice in a row."""
 
+    turns = 1
+
     def __init__(self, quick: bool):
         self.round_s = 0.01 if quick else 0.075
         self.method = {
@@ -37,7 +39,7 @@ class CpuTimer:
         return {"method": "calls", "sets": self.sets(case)}
 
     def contender(self, case: Case, call: Callable[[int], tuple], checked: bool) -> Callable:
-        """A function that times the call for one round."""
+        """A function that times the call for one turn."""
         sets = self.sets(case)
         for i in range(sets):
             call(i)
@@ -47,7 +49,7 @@ class CpuTimer:
         batch = max(1, round(200e-6 / once))  # calls between two readings of the clock
         count = max(3, round(self.round_s / (once * batch)))
 
-        def one_round() -> Iterator[float]:
+        def one_turn() -> Iterator[float]:
             i = 0
             for _ in range(count):
                 start = time.perf_counter()
@@ -56,7 +58,7 @@ class CpuTimer:
                     i = (i + 1) % sets
                 yield (time.perf_counter() - start) * 1e6 / batch
 
-        return one_round
+        return one_turn
 
     def release(self) -> None:
         """Nothing is held."""

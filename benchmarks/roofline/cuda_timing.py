@@ -18,10 +18,9 @@ FEWEST_SETS = 4
 FEWEST_CALLS = 20  # in a graph
 SLOW_CALL_US = 200  # a call this long, and three times the floor, needs no more calls than sets
 FLOOR_GBS = 4000  # only to tell what is slow
-WARM_UP_MS = 8  # of each contender in each round
-ROUND_MS = 15
-REPLAYS = (2, 4)  # in a round; at least, at most
-FLUSHED_REPLAYS = 10
+WARM_UP_MS = 0.5  # of each contender in each turn, of graphs that are shorter
+TURN_MS = 2
+MOST_REPLAYS = 4  # in a turn
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,8 @@ class Plan:
 
 class CudaTimer:
     """Works on one stream of its own, on which warm-up, forward and capture all happen."""
+
+    turns = 4
 
     def __init__(self, quick: bool):
         self.l2_bytes = torch.cuda.get_device_properties().L2_cache_size
@@ -66,7 +67,7 @@ class CudaTimer:
         return {"method": "flush" if plan.flush else "rotate", "sets": plan.sets}
 
     def contender(self, case: Case, call: Callable[[int], tuple], checked: bool) -> Callable:
-        """Captures the call and returns a function that times the graph for one round."""
+        """Captures the call and returns a function that times the graph for one turn."""
         plan = self.plan(case)
         estimate_us = _warm_up(call, plan.sets)
         calls = plan.sets * -(-FEWEST_CALLS // plan.sets)
@@ -79,15 +80,15 @@ class CudaTimer:
             _check_replay(case, call, captured)
         flush = self.flush_buffer.zero_ if plan.flush else None
 
-        def one_round() -> Iterator[float]:
-            graph_ms = _time_replays(captured, 1, flush)[0]
-            _time_replays(captured, _between(1, WARM_UP_MS / graph_ms, 10), flush)
-            least, most = REPLAYS
-            replays = FLUSHED_REPLAYS if flush else _between(least, ROUND_MS / graph_ms, most)
-            for milliseconds in _time_replays(captured, replays, flush):
+        graph_ms = _time_replays(captured, 2, flush)[1]
+        warm_up = _between(0, WARM_UP_MS / graph_ms, 10)
+        replays = _between(1, TURN_MS / graph_ms, MOST_REPLAYS)
+
+        def one_turn() -> Iterator[float]:
+            for milliseconds in _time_replays(captured, warm_up + replays, flush)[warm_up:]:
                 yield milliseconds * 1e3 / calls
 
-        return one_round
+        return one_turn
 
     def release(self) -> None:
         torch.cuda.synchronize()

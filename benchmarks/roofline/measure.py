@@ -18,6 +18,7 @@ class Timer(Protocol):
     """What `CpuTimer` and `CudaTimer` have in common."""
 
     method: dict
+    turns: int  # of each contender in a round
 
     def prepare(self, case: Case) -> None: ...
     def sets(self, case: Case) -> int: ...
@@ -59,7 +60,7 @@ def measure(case: Case, fuselage: ModuleType, timer: Timer, device: str, names) 
         except Exception as error:
             _fail(case, name, error, failures)
         on_set = own_sets = None
-    times = in_turn(ready)
+    times = in_turn(ready, timer.turns)
     ready.clear()
     sets.clear()
     timer.release()

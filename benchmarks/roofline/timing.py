@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -34,15 +35,14 @@ def percentile(ordered: list[float], percent: float) -> float:
     return round(ordered[below] + (ordered[above] - ordered[below]) * (position - below), 4)
 
 
-def in_turn(contenders: dict[str, Callable[[], Iterable[float]]]) -> dict[str, dict]:
-    """Times every contender once a round, so that drift meets them all.
+def in_turn(contenders: dict[str, Callable[[], Iterable[float]]], turns: int) -> dict[str, dict]:
+    """Times every contender `turns` times a round, so that drift meets them all.
 
-    Each round begins with the next contender: at the limit of power what ran before counts.
+    In any order: at the limit of power what ran before counts.
     """
-    samples = {name: Samples() for name in contenders}
-    order = list(contenders)
-    for _ in range(ROUNDS):
-        for name in order:
-            samples[name].rounds.append(list(contenders[name]()))
-        order = order[1:] + order[:1]
+    samples = {name: Samples([[] for _ in range(ROUNDS)]) for name in contenders}
+    order = random.Random(ROUNDS)
+    for i in range(ROUNDS * turns):
+        for name in order.sample(list(contenders), len(contenders)):
+            samples[name].rounds[i // turns].extend(contenders[name]())
     return {name: of.summary() for name, of in samples.items()}
