@@ -990,11 +990,16 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
         uint32_t own = stages + warp * (kUnitRows * kWeightRowBytes);
         own += narrow_chunk_of<kWeightRowBytes>(lane);
         asm volatile("" : "+r"(own));  // NOTE: not to be computed again for each stage
+        uint32_t weight = own + stage * kStageBytes;
+        // NOTE: as above, and so in the registers that products take it from.
+        const auto hidden_of = [&](int stage) {
+          return __shfl_sync(0xffffffffu, matrix_of(stages + stage * kStageBytes + kWeightBytes),
+                             0);
+        };
+        uint32_t hidden = hidden_of(stage);
         for (int step = 0; step < p.steps; ++step) {
-          const uint32_t weight = own + stage * kStageBytes;
-          // NOTE: as above, and so in the registers that products take it from.
-          const uint32_t hidden =
-              __shfl_sync(0xffffffffu, matrix_of(stages + stage * kStageBytes + kWeightBytes), 0);
+          const int next = stage + 1 == kStages ? 0 : stage + 1;
+          uint32_t next_hidden = 0;
           barrier_wait(full + 8 * stage, phase);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
@@ -1023,11 +1028,12 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
                                       step > 0 || k > 0);
             }
             products_commit();
+            if (half == 0) next_hidden = hidden_of(next);
           }
-          if (++stage == kStages) {
-            stage = 0;
-            phase ^= 1;
-          }
+          if (next == 0) phase ^= 1;
+          stage = next;
+          hidden = next_hidden;
+          weight = own + stage * kStageBytes;
         }
       }
       for (int step = 0; step < p.steps && !kNarrow; ++step) {
