@@ -89,8 +89,8 @@ struct Strips {
   // [batch, ceil(vocab / kStrip)], -inf where all are NaN, rows in multiples of 16 bytes; or null.
   float* greatest;
   int64_t stride;
-  // [2 + batch]: of rows that the filters leave too much of how many there are, how many are taken, and which they are.
-  // The head sets both numbers to 0.
+  // [2 + batch]: how many rows are left to clusters, how many of these they have taken, and which they are. The head sets
+  // both numbers to 0.
   uint32_t* left;
   // [2 * batch], behind those: a row's key, or 0; the other half is for the head to count in. Or null.
   uint32_t* floors;
