@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/gpu_compat.h"
 
@@ -17,8 +16,7 @@ __device__ __forceinline__ void load_matrices(uint32_t shared, uint32_t (&r)[4])
                : "memory");
 }
 
-// Four float8_e4m3 as two pairs of T, exactly; the lower half of a word is the first of a pair.
-template <typename T>
+// Four float8_e4m3 as two pairs of float16, exactly; the lower half of a word is the first of a pair.
 __device__ __forceinline__ void widen(uint32_t four, uint32_t& lower, uint32_t& upper) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm("{\n"
@@ -29,17 +27,6 @@ __device__ __forceinline__ void widen(uint32_t four, uint32_t& lower, uint32_t& 
       "}"
       : "=r"(lower), "=r"(upper)
       : "r"(four));
-  if constexpr (!std::is_same_v<T, __half>) {
-    // Bfloat16 is the upper half of a float, and of these floats the lower half is zero, or does not matter: NaN.
-    const auto widened = [](uint32_t pair) {
-      const float2 floats =
-          __half22float2(__halves2half2(__ushort_as_half(static_cast<uint16_t>(pair)),
-                                        __ushort_as_half(static_cast<uint16_t>(pair >> 16))));
-      return __byte_perm(__float_as_uint(floats.x), __float_as_uint(floats.y), 0x7632);
-    };
-    lower = widened(lower);
-    upper = widened(upper);
-  }
 #endif
 }
 

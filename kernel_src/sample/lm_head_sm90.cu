@@ -14,10 +14,11 @@
 // greatest score of the row so far, which all blocks share. The others are queued, and those three warps score them
 // exactly, while the next products run.
 //
-// Weights of float8 stay as they are in shared memory. A warp loads its rows, turns them into hidden's type, which is
-// exact, and multiplies them from registers, half a stage at a time: its products run while the other half is
-// widened. Of 16 columns a lane loads four that are neighbours, where the product wants two times two: a kernel before
-// this one puts hidden's columns in that order, and into tiles.
+// Weights of float8 stay as they are in shared memory. A warp loads its rows, turns them into float16, which is exact, and
+// multiplies them from registers, half a stage at a time: its products run while the other half is widened. Of 16
+// columns a lane loads four that are neighbours, where the product wants two times two: a kernel before this one puts
+// hidden's columns in that order, and into tiles. It brings bfloat16 to float16 by a power of two for each row: to widen
+// weights to bfloat16 takes twice as long.
 //
 // For filters logits are written, and, by the warps that have no noise to make then, the greatest of each strip of 16,
 // which tells sample_strips.cu what it need not read. But writes take time, also from the reads of weights: the tiles before
@@ -86,6 +87,7 @@ struct Columns {
   uint32_t* offset;  // its high word
   float* inverse;    // 1 / temperature
   uint32_t* greedy;
+  float* scale;              // of its products, beside float8
   float* least;              // [samples]: scores below this cannot win
   unsigned long long* best;  // [samples]: key of the score, and the complement of the row
   // Where logits are written, in the place of `least`: the floor below which strips are left out; not a number where
@@ -131,8 +133,8 @@ constexpr int queue_bytes(int columns, bool narrow) {
 constexpr int kBarrierBytes = (2 * kMostStages + 5) * 8;
 
 constexpr int fixed_bytes(int columns, bool narrow) {
-  return columns_bytes(columns, most_samples(columns)) + noise_bytes(columns, narrow) +
-         queue_bytes(columns, narrow) + kBarrierBytes;
+  return columns_bytes(columns, most_samples(columns)) + (narrow ? columns * 4 : 0) +
+         noise_bytes(columns, narrow) + queue_bytes(columns, narrow) + kBarrierBytes;
 }
 
 constexpr int stages_of(int columns, bool narrow) {
@@ -154,7 +156,8 @@ struct HeadDraw {
   int batch_start;  // rows of the batch before those of this launch
   int num_samples;
   Draws draws;
-  const float* weight_scale;  // [vocab], [1], or null; of float8
+  const float* hidden_scales;  // [columns], of float8
+  const float* weight_scale;   // [vocab], [1], or null; of float8
   bool scale_per_row;
   const void* bias;
   DType bias_dtype;
@@ -823,8 +826,9 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
   columns.inverse = columns.least + kSamples * kColumns;
   columns.offset = reinterpret_cast<uint32_t*>(columns.inverse + kColumns);
   columns.greedy = columns.offset + kColumns;
+  columns.scale = reinterpret_cast<float*>(columns.greedy + kColumns);
   constexpr int kNoises = noises_of(kColumns, kNarrow);
-  float* noise = reinterpret_cast<float*>(columns.greedy + kColumns);  // [2, units, columns]
+  float* noise = columns.scale + (kNarrow ? kColumns : 0);  // [2, units, columns]
   char* queues = reinterpret_cast<char*>(noise + 2 * kNoises);
   const uint32_t full =
       shared_address(queues + queue_bytes(kColumns, kNarrow));  // [stages] by copies
@@ -1016,8 +1020,8 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
 #pragma unroll
             for (int i = 0; i < kBlocks; ++i) {
               const uint32_t* two = words[i / 2] + i % 2 * 2;
-              widen<T>(two[0], fragments[half][i][0], fragments[half][i][2]);
-              widen<T>(two[1], fragments[half][i][1], fragments[half][i][3]);
+              widen(two[0], fragments[half][i][0], fragments[half][i][2]);
+              widen(two[1], fragments[half][i][1], fragments[half][i][3]);
             }
             products_begin();
 #pragma unroll
@@ -1076,9 +1080,20 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
       hold(logits);
 
       if (kNarrow) {
+        if (is_first) {  // from the kernel before, which the copies have waited for
+          for (int column = threadIdx.x; column < kColumns; column += 32 * kMultiplyingWarps)
+            columns.scale[column] = __ldcg(p.hidden_scales + column);
+          asm volatile("bar.sync 1, %0;" ::"n"(32 * kMultiplyingWarps) : "memory");
+        }
 #pragma unroll
-        for (int i = 0; i < kColumns / 2; ++i) {
-          logits[i] = __fmul_rn(logits[i], i & 2 ? lower_scale : upper_scale);
+        for (int turn = 0; turn < kColumns / 8; ++turn) {
+          const float2 scale = two_of(columns.scale + 8 * turn + 2 * (lane & 3));
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& logit = logits[4 * turn + i];
+            logit = __fmul_rn(logit, i & 1 ? scale.y : scale.x);
+            logit = __fmul_rn(logit, i & 2 ? lower_scale : upper_scale);
+          }
         }
       }
       if (p.bias != nullptr) {
@@ -1167,45 +1182,96 @@ __global__ void clear_kernel(const Cleared cleared) {
 
 struct HiddenTiles {
   const uint16_t* hidden;  // [batch, dim]
+  bool is_bfloat16;
   int64_t stride, dim;
   int batch, columns;
-  int blocks;    // of 16 elements, with those that fill up the depth
-  uint4* tiles;  // [blocks / 4, columns, 64], and in each block the order of the products
+  int blocks;     // of 16 elements, with those that fill up the depth
+  uint4* tiles;   // float16, [blocks / 4, columns, 64], and in each block the order of the products
+  float* scales;  // [columns]: by which products are to be multiplied
   Cleared cleared;
 };
 
 constexpr int kTilesThreads = 256;
 
-// Puts hidden into tiles, a block of 16 elements a thread, and clears as the kernel above. NOTE: its note holds here.
+__device__ __forceinline__ float power_of_2(int exponent) {
+  return __int_as_float((exponent + 127) << 23);
+}
+
+// Of bfloat16, by how many powers of two the elements become greater: the greatest that is finite comes near to what is the
+// greatest of float16. What is less than 2^-32 of it is rounded then, by 2^-40 of it at most, and all else is exact.
+__device__ __forceinline__ int powers_up(uint32_t greatest) {
+  const int exponent = max(static_cast<int>(greatest >> 7), 1) - 127;
+  return min(15 - exponent, 126);
+}
+
+// Puts hidden into tiles, a column a block, and clears as the kernel above. NOTE: its note holds here.
 __global__ void __launch_bounds__(kTilesThreads) hidden_tiles_kernel(const HiddenTiles p) {
+  __shared__ uint32_t greatest;  // bits of its magnitude
   wait_for_kernel_before();
   let_kernel_after_start();
   if (blockIdx.x == 0) p.cleared.run();
-  const int64_t i = int64_t{blockIdx.x} * kTilesThreads + threadIdx.x;
-  const int column = static_cast<int>(i / p.blocks), block = static_cast<int>(i % p.blocks);
-  if (column >= p.columns) return;
-  const int64_t first = int64_t{block} * 16;
-  const uint16_t* from = p.hidden + column * p.stride + first;
-  uint32_t pairs[8] = {};
-  if (column < p.batch && first + 16 <= p.dim && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+  const int column = blockIdx.x;
+  const auto load = [&](int block, uint32_t(&pairs)[8]) {
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const uint4 four = load_global_16(from + 8 * k);
-      pairs[4 * k] = four.x;
-      pairs[4 * k + 1] = four.y;
-      pairs[4 * k + 2] = four.z;
-      pairs[4 * k + 3] = four.w;
-    }
-  } else if (column < p.batch) {
+    for (uint32_t& pair : pairs) pair = 0;
+    if (column >= p.batch) return;
+    const int64_t first = int64_t{block} * 16;
+    const uint16_t* from = p.hidden + column * p.stride + first;
+    if (first + 16 <= p.dim && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
 #pragma unroll
-    for (int k = 0; k < 16; ++k) {
-      if (first + k < p.dim) pairs[k / 2] |= uint32_t{from[k]} << (k % 2 * 16);
+      for (int k = 0; k < 2; ++k) {
+        const uint4 four = load_global_16(from + 8 * k);
+        pairs[4 * k] = four.x;
+        pairs[4 * k + 1] = four.y;
+        pairs[4 * k + 2] = four.z;
+        pairs[4 * k + 3] = four.w;
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < 16; ++k) {
+        if (first + k < p.dim) pairs[k / 2] |= uint32_t{from[k]} << (k % 2 * 16);
+      }
     }
+  };
+
+  int up = 0;
+  if (p.is_bfloat16) {
+    if (threadIdx.x == 0) greatest = 0;
+    __syncthreads();
+    uint32_t most = 0;
+    for (int block = threadIdx.x; block < p.blocks; block += kTilesThreads) {
+      uint32_t pairs[8];
+      load(block, pairs);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const uint32_t magnitude = pairs[i / 2] >> (i % 2 * 16) & 0x7fffu;
+        if (magnitude < 0x7f80u) most = max(most, magnitude);
+      }
+    }
+    most = __reduce_max_sync(0xffffffffu, most);
+    if (threadIdx.x % 32 == 0) atomicMax(&greatest, most);
+    __syncthreads();
+    up = powers_up(greatest);
   }
-  // A lane has four neighbours, and multiplies the first two as of the lower half, the others as of the upper half.
-  uint4* to = p.tiles + (int64_t{block / 4} * p.columns + column) * 8 + block % 4 * 2;
-  to[0] = make_uint4(pairs[0], pairs[2], pairs[4], pairs[6]);
-  to[1] = make_uint4(pairs[1], pairs[3], pairs[5], pairs[7]);
+  if (threadIdx.x == 0) p.scales[column] = power_of_2(-up);
+
+  for (int block = threadIdx.x; block < p.blocks; block += kTilesThreads) {
+    uint32_t pairs[8];
+    load(block, pairs);
+    if (p.is_bfloat16) {
+#pragma unroll
+      for (uint32_t& pair : pairs) {
+        const float first = __uint_as_float(pair << 16) * power_of_2(up);
+        const float second = __uint_as_float(pair & 0xffff0000u) * power_of_2(up);
+        pair = uint32_t{__half_as_ushort(__float2half_rn(first))} |
+               uint32_t{__half_as_ushort(__float2half_rn(second))} << 16;
+      }
+    }
+    // A lane has four neighbours, and multiplies the first two as of the lower half, the others as of the upper half.
+    uint4* to = p.tiles + (int64_t{block / 4} * p.columns + column) * 8 + block % 4 * 2;
+    to[0] = make_uint4(pairs[0], pairs[2], pairs[4], pairs[6]);
+    to[1] = make_uint4(pairs[1], pairs[3], pairs[5], pairs[7]);
+  }
 }
 
 struct Finish {
@@ -1332,9 +1398,9 @@ int64_t stride_of(int64_t stride, int64_t rows, int64_t dim) {
 
 bool is_narrow(const LmHead& head) { return head.weight_type == WeightType::float8_e4m3; }
 
-// Bytes of the tiles of hidden for so many columns.
+// Bytes of the tiles of hidden for so many columns, and of their scales.
 int64_t hidden_tiles_bytes(const LmHead& head, int columns) {
-  return is_narrow(head) ? ceil_div(head.dim, kNarrowDepth) * kNarrowDepth * columns * 2 : 0;
+  return is_narrow(head) ? (ceil_div(head.dim, kNarrowDepth) * kNarrowDepth * 2 + 4) * columns : 0;
 }
 
 int blocks_for(const DeviceInfo& device, int64_t units, int cluster) {
@@ -1352,8 +1418,9 @@ const char* launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles, int bloc
   constexpr int kShared = shared_bytes_of(kColumns, kNarrow);
   static_assert(kShared <= kMostShared, "the stages leave room for the rest");
   static_assert(stages_of(kColumns, kNarrow) >= 4, "three stages are too few to hide latency");
-  const CUtensorMapDataType type = head.dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const CUtensorMapDataType type = std::is_same_v<T, __nv_bfloat16>
+                                       ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const int64_t hidden_stride = stride_of(head.hidden_stride, head.batch, head.dim);
   const uint16_t* from =
       static_cast<const uint16_t*>(head.hidden) + int64_t{p.batch_start} * hidden_stride;
@@ -1399,17 +1466,18 @@ const char* launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles, int bloc
   if (kNarrow) {
     HiddenTiles tiles{};
     tiles.hidden = from;
+    tiles.is_bfloat16 = head.dtype == DType::bfloat16;
     tiles.stride = hidden_stride;
     tiles.dim = head.dim;
     tiles.batch = p.batch;
     tiles.columns = kColumns;
     tiles.blocks = p.steps * (kDepth / 16);
     tiles.tiles = hidden_tiles;
+    tiles.scales = reinterpret_cast<float*>(hidden_tiles + int64_t{tiles.blocks} * kColumns * 2);
     tiles.cleared = cleared;
-    error = gpu_launch_after(
-        hidden_tiles_kernel,
-        dim3(static_cast<unsigned>(ceil_div(int64_t{tiles.blocks} * kColumns, kTilesThreads))),
-        dim3(kTilesThreads), stream, tiles);
+    p.hidden_scales = tiles.scales;
+    error =
+        gpu_launch_after(hidden_tiles_kernel, dim3(kColumns), dim3(kTilesThreads), stream, tiles);
   } else if (cleared.count > 0) {
     error = gpu_launch_after(clear_kernel, dim3(1), dim3(256), stream, cleared);
   }
@@ -1435,10 +1503,11 @@ const char* launch_columns(int columns, const LmHead& head, const HeadDraw& p, u
 template <bool kNarrow>
 const char* launch_type(int columns, const LmHead& head, const HeadDraw& p, uint4* hidden_tiles,
                         int blocks, gpuStream stream) {
-  return head.dtype == DType::bfloat16
-             ? launch_columns<__nv_bfloat16, kNarrow>(columns, head, p, hidden_tiles, blocks,
-                                                      stream)
-             : launch_columns<__half, kNarrow>(columns, head, p, hidden_tiles, blocks, stream);
+  if constexpr (!kNarrow) {
+    if (head.dtype == DType::bfloat16)
+      return launch_columns<__nv_bfloat16, false>(columns, head, p, hidden_tiles, blocks, stream);
+  }
+  return launch_columns<__half, kNarrow>(columns, head, p, hidden_tiles, blocks, stream);
 }
 
 // Launches for as many rows of the batch as fit, and what comes after each.

@@ -165,6 +165,35 @@ def test_float8_weights_of_all_sizes(fuselage, device, dtype, shape):
 
 
 @each_dtype
+def test_float8_beside_hidden_of_any_size(fuselage, device, dtype):
+    """Rows of hidden far apart, and elements of one row: some kernels bring them to float16."""
+    hidden, weight = make(6, 500, 96, dtype, device)
+    far = 8 if dtype == torch.float16 else 60
+    hidden[0] *= 2.0**-far
+    hidden[1] *= 2.0**far
+    hidden[2, 5], weight[:, 5] = 2.0**14, 0.0
+    hidden[3] = 0.0
+    hidden[4, ::2] *= 2.0**-12
+    if dtype != torch.float16:
+        hidden[5] *= 2.0**-133  # subnormal
+    narrow = weight.to(torch.float8_e4m3fn)
+    shard = fuselage.lm_head_sample_shard(
+        hidden,
+        narrow,
+        vocab_offset=0,
+        temperature=0.0,
+        seed=0,
+        offset=torch.zeros(1, dtype=torch.int64, device=device),
+    )
+    logits = exact_logits(hidden, narrow)
+    # 96 roundings to float32 of at most the sum of the sizes, or of subnormal numbers.
+    slack = 96 * (exact_logits(hidden.abs(), narrow.float().abs()).amax(1) * 2.0**-24 + 2.0**-149)
+    drawn = logits.gather(1, shard.tokens.cpu())[:, 0]
+    assert ((shard.scores[:, 0].cpu() - drawn).abs() <= slack).all()
+    assert (drawn >= logits.amax(1) - 2 * slack).all()
+
+
+@each_dtype
 def test_float8_rows_of_nan_are_not_drawn(fuselage, device, dtype):
     hidden, weight = make(20, 700, 96, dtype, device)
     narrow = weight.to(torch.float8_e4m3fn)
