@@ -498,6 +498,12 @@ struct Space {
   int64_t bytes;
 };
 
+bool fits_a_launch(const GumbelSample& p, const SamplePolicy& policy) {
+  constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
+  return p.draws.batch * policy.parts <= kMostBlocks &&
+         p.draws.batch * p.draws.num_samples <= kMostBlocks;
+}
+
 bool needs_states(const GumbelSample& p) { return p.filters.any() || p.results.needs_sums(); }
 
 // Of the form in which a cluster has a row, which pays for what needs states. NOTE: not for top_p of all of a row's
@@ -594,10 +600,7 @@ int64_t gumbel_sample_workspace(const GumbelSample& p, int device) {
 const char* gumbel_sample(const GumbelSample& p, int device, void* stream) {
   const DeviceInfo& info = device_info(device);
   const SamplePolicy policy = sample_policy(info, p.draws.batch, p.draws.vocab);
-  constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
-  if (p.draws.batch * policy.parts > kMostBlocks ||
-      p.draws.batch * p.draws.num_samples > kMostBlocks)
-    return "the batch has too many rows for one launch";
+  if (!fits_a_launch(p, policy)) return "the batch has too many rows for one launch";
   const gpuStream on = static_cast<gpuStream>(stream);
 #if !defined(USE_ROCM)
   const ClusterPolicy cluster = cluster_policy_of(p, info);
@@ -614,8 +617,11 @@ const char* gumbel_sample(const GumbelSample& p, int device, void* stream) {
 
 bool takes_strips(const LmHead& head, const GumbelSample& p, int device) {
 #if !defined(USE_ROCM)
-  return p.filters.any() && !p.results.needs_sums() && lm_head_sm90_serves(head, device) &&
-         cluster_policy(device_info(device), p.draws.batch, p.draws.vocab).blocks != 0;
+  const DeviceInfo& info = device_info(device);
+  // NOTE: or the head would advance an offset before the draw fails.
+  return fits_a_launch(p, sample_policy(info, p.draws.batch, p.draws.vocab)) && p.filters.any() &&
+         !p.results.needs_sums() && lm_head_sm90_serves(head, device) &&
+         cluster_policy(info, p.draws.batch, p.draws.vocab).blocks != 0;
 #else
   return false;
 #endif

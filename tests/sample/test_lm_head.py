@@ -476,6 +476,34 @@ def test_filters_draw_as_from_all_logits(fuselage, device, dtype, options):
         assert torch.equal(many[-1:], alone), batch
 
 
+@pytest.mark.parametrize("narrow", [False, True], ids=["", "float8"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_filters_advance_the_offset_of_all_rows_once(fuselage, device, dtype, narrow):
+    """However many launches they take, and whichever kernel draws a row."""
+    vocab = 70_001 if device == "cuda" else 5001
+    for batch in (1, 5, 64, 300) if device == "cuda" else (1, 20):
+        hidden, weight = make(batch, vocab, 64, dtype, device)
+        if narrow:
+            weight = weight.to(torch.float8_e4m3fn)
+        for options in ({"top_k": 5}, {"top_k": 3000}, {"top_p": 0.9}, {"top_k": 9, "min_p": 0.1}):
+            offsets = [torch.full((1,), 7, device=device) for _ in range(2)]
+            for step in (8, 9):
+                tokens, of_all = (
+                    fuselage.lm_head_sample(
+                        hidden,
+                        weight,
+                        seed=3,
+                        offset=offset,
+                        num_samples=2,
+                        return_logprobs=logprobs,
+                        **options,
+                    )
+                    for offset, logprobs in zip(offsets, (False, True), strict=True)
+                )
+                assert torch.equal(tokens, of_all.tokens), (batch, options)
+                assert offsets[0].item() == offsets[1].item() == step, (batch, options)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def test_the_head_draws_as_from_its_logits(fuselage, device, dtype):
     """Where few logits could win, and where all could, which is more than are kept to be scored."""
