@@ -896,7 +896,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
                     full + 8 * stage, kReadOnce);
         }
       };
-      // Stages whose weights are on their way. The kernel before makes nothing but the tiles of hidden.
+      // Stages whose weights are on their way. The kernel before makes nothing that weights need.
       int early = 0;
       if (kNarrow) {
         const Tile tile = tile_of(p, blockIdx.x);

@@ -56,7 +56,7 @@ struct Draws {
   int num_samples;
   const int64_t* seeds;  // [batch], or [1]
   int64_t* offsets;      // [batch], or [1]: read, and then one greater
-  bool is_advanced;      // the one offset of several rows, before it is read
+  bool is_advanced;      // whether the head has made the one offset of several rows greater
   bool seed_per_row, offset_per_row;
   RowFloats temperature;
 };
@@ -83,7 +83,7 @@ struct DrawResults {
   bool needs_sums() const { return logprobs != nullptr || log_sum_exp != nullptr; }
 };
 
-// What is known of a row's strips. Those whose greatest logit is below the row's floor are not in memory: no filter
+// What is known of the strips of rows, and which rows these do not serve. Strips whose greatest logit is below the row's floor are not in memory: no filter
 // leaves any of their logits, nor looks for one.
 struct Strips {
   // [batch, ceil(vocab / kStrip)], -inf where all are NaN, rows in multiples of 16 bytes; or null.
@@ -156,7 +156,7 @@ struct HeadLogits {
   Strips strips;          // to be written, unless null
   Filters filters;        // which tell the floors, where those are not null
   RowFloats temperature;  // for them
-  int64_t* offset;        // to be advanced beside strips, or null
+  int64_t* offset;        // to be advanced, for Draws::is_advanced; or null
 };
 
 // Whether gumbel_sample would use strips and lm_head_logits can write them.

@@ -41,7 +41,7 @@ constexpr int kClusterWanted = 8192;           // logits of a row for one block
 struct ClusterPolicy {
   int64_t part;      // logits of a row for one block
   int blocks;        // of a cluster; 0 where the GPU has none, or not room for the row
-  int64_t clusters;  // at most, where most rows are done before: as many as run at once
+  int64_t clusters;  // at most, where most rows are done before: no more run at once
 };
 
 inline ClusterPolicy cluster_policy(const DeviceInfo& device, int64_t batch, int64_t vocab) {
