@@ -86,7 +86,9 @@ def lm_head_sample(
         offset: int64 `[1]` or `[batch]` on the device: the step. It is read, and left one greater,
             on the device, so that the replay of a CUDA graph draws anew. None, with a seed, is
             step 0: the same call draws the same tokens.
-        weight_scale: float32 `[1]` or `[vocab]`, for weights in float8_e4m3fn.
+        weight_scale: float32 `[1]` or `[vocab]`, for weights in float8_e4m3fn. Beside those, a
+            Hopper GPU rounds what is below 2^-32 of the greatest element of a bfloat16 row, by
+            2^-40 of that at most.
         bias: `[vocab]`, in the dtype of `hidden` or float32.
         logit_softcap: `c` above, as of Gemma 2.
         vocab_offset: Index of the weight's first row, where it is a part of a larger head.
