@@ -17,8 +17,8 @@
 // Weights of float8 stay as they are in shared memory. A warp loads its rows, turns them into float16, which is exact, and
 // multiplies them from registers, half a stage at a time: its products run while the other half is widened. Of 16
 // columns a lane loads four that are neighbours, where the product wants two times two: a kernel before this one puts
-// hidden's columns in that order, and into tiles. It brings bfloat16 to float16 by a power of two for each row: to widen
-// weights to bfloat16 takes twice as long.
+// hidden's columns in that order, and into tiles. It brings bfloat16 to float16 by a power of two for each row: weights
+// are widened to float16 by one instruction for two, to bfloat16 by four.
 //
 // For filters logits are written, and, by the warps that have no noise to make then, the greatest of each strip of 16,
 // which tells sample_strips.cu what it need not read. But writes take time, also from the reads of weights: the tiles before
