@@ -615,6 +615,8 @@ const char* gumbel_sample(const GumbelSample& p, int device, void* stream) {
   }
 }
 
+bool advances_offset(const Draws& draws) { return !has_own_offset(draws); }
+
 bool takes_strips(const LmHead& head, const GumbelSample& p, int device) {
 #if !defined(USE_ROCM)
   const DeviceInfo& info = device_info(device);

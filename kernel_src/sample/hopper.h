@@ -125,6 +125,12 @@ __device__ __forceinline__ uint32_t narrow_chunk_of(int lane) {
   return static_cast<uint32_t>(row * kRowBytes + turned * 16);
 }
 
+// Where kThreads of a block meet, whole warps. Number 0 is that of __syncthreads.
+template <int kNumber, int kThreads>
+__device__ __forceinline__ void meet() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(kThreads) : "memory");
+}
+
 // ---- matrix products ----
 
 // Tells Wgmma of a matrix in shared memory; 2 more is 32 bytes on.

@@ -53,6 +53,7 @@ constexpr int kNarrowDepth = 128;  // float8: the depth is filled up to a multip
 constexpr int kNoiseWarps = 3;
 constexpr int kNoiseThreads = 32 * kNoiseWarps;
 constexpr int kMostStages = 12;
+constexpr int kMultiplyingBarrier = 1, kNoiseBarrier = 2;  // where these warps meet
 
 // The warpgroups that multiply. They also widen float8, which two do not do as fast as memory brings them: on an H200,
 // with 151936 rows of 4096, a third takes 211 us to 200 for 64 columns of bfloat16. More columns need the registers.
@@ -561,7 +562,7 @@ __device__ __forceinline__ void raise_least(const HeadDraw& p, const Columns& co
   constexpr int kThreadsHere = 32 * kMultiplyingWarps, kPatience = 40;
   constexpr bool kExchanges = kColumns >= 64;
   static_assert(kColumns * sizeof(float) <= kQueueBytes, "scores are in the place of queues");
-  const auto together = [] { asm volatile("bar.sync 1, %0;" ::"n"(kThreadsHere) : "memory"); };
+  const auto together = [] { meet<kMultiplyingBarrier, kThreadsHere>(); };
   together();
   for (int column = thread; column < p.batch; column += kThreadsHere) {
     float greatest = -INFINITY;
@@ -688,7 +689,7 @@ __device__ __forceinline__ Tile tile_of(const HeadDraw& p, int number) {
 __device__ __forceinline__ void find_top_k_floors(const HeadDraw& p, int thread) {
   constexpr int kPatience = 400;
   constexpr int kGroupsEach = 12, kMostOfGroups = 32 * kGroupsEach * 2 / 3;
-  asm volatile("bar.sync 2, %0;" ::"n"(kNoiseThreads) : "memory");
+  meet<kNoiseBarrier, kNoiseThreads>();
   const int lane = thread % 32;
   if (thread == 0) {
     __threadfence();
@@ -1083,7 +1084,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
         if (is_first) {  // from the kernel before, which the copies have waited for
           for (int column = threadIdx.x; column < kColumns; column += 32 * kMultiplyingWarps)
             columns.scale[column] = __ldcg(p.hidden_scales + column);
-          asm volatile("bar.sync 1, %0;" ::"n"(32 * kMultiplyingWarps) : "memory");
+          meet<kMultiplyingBarrier, 32 * kMultiplyingWarps>();
         }
 #pragma unroll
         for (int turn = 0; turn < kColumns / 8; ++turn) {
@@ -1261,10 +1262,10 @@ __global__ void __launch_bounds__(kTilesThreads) hidden_tiles_kernel(const Hidde
     if (p.is_bfloat16) {
 #pragma unroll
       for (uint32_t& pair : pairs) {
-        const float first = __uint_as_float(pair << 16) * power_of_2(up);
-        const float second = __uint_as_float(pair & 0xffff0000u) * power_of_2(up);
-        pair = uint32_t{__half_as_ushort(__float2half_rn(first))} |
-               uint32_t{__half_as_ushort(__float2half_rn(second))} << 16;
+        float values[2];
+        WordTraits<bfloat16>::unpack(pair, values);
+        for (float& value : values) value *= power_of_2(up);
+        pair = WordTraits<float16>::pack(values);
       }
     }
     // A lane has four neighbours, and multiplies the first two as of the lower half, the others as of the upper half.
@@ -1454,7 +1455,7 @@ const char* launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles, int bloc
   if (p.out.logits == nullptr) {
     cleared = {p.shared_least, p.num_samples * (kColumns + 1), nullptr};
   } else if (strips.greatest != nullptr && p.batch_start == 0) {  // what all launches share
-    cleared = {strips.left, static_cast<int>(strips.words(head.batch)), p.out.offset};
+    cleared = {strips.left, static_cast<int>(Strips::words(head.batch)), p.out.offset};
   }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);

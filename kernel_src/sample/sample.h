@@ -83,19 +83,19 @@ struct DrawResults {
   bool needs_sums() const { return logprobs != nullptr || log_sum_exp != nullptr; }
 };
 
-// What is known of the strips of rows, and which rows these do not serve. Strips whose greatest logit is below the row's floor are not in memory: no filter
-// leaves any of their logits, nor looks for one.
+// What is known of the strips of rows, and which rows these do not serve. Strips whose greatest logit is below the row's
+// floor are not in memory: no filter leaves any of their logits, nor looks for one.
 struct Strips {
   // [batch, ceil(vocab / kStrip)], -inf where all are NaN, rows in multiples of 16 bytes; or null.
   float* greatest;
   int64_t stride;
-  // [2 + batch]: how many rows are left to clusters, how many of these they have taken, and which they are. The head sets
-  // both numbers to 0.
+  // [2 + batch]: how many rows are left to clusters, how many of these they have taken, and which they are.
   uint32_t* left;
   // [2 * batch], behind those: a row's key, or 0; the other half is for the head to count in. Or null.
   uint32_t* floors;
 
-  int64_t words(int64_t batch) const { return 2 + batch * (floors == nullptr ? 1 : 3); }
+  // Of both, which the head sets to 0, whether there are floors or not.
+  static int64_t words(int64_t batch) { return 2 + 3 * batch; }
 };
 
 // Rows of a batch from which on there are floors: what fewer write hardly counts.
@@ -161,6 +161,8 @@ struct HeadLogits {
 
 // Whether gumbel_sample would use strips and lm_head_logits can write them.
 bool takes_strips(const LmHead& head, const GumbelSample& p, int device);
+// Whether the head is to advance the offset then.
+bool advances_offset(const Draws& draws);
 // Most need no workspace: 0 bytes.
 int64_t lm_head_logits_workspace(const LmHead& p, int device);
 const char* lm_head_logits(const LmHead& p, const HeadLogits& out, void* workspace, int device,

@@ -225,7 +225,7 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
     for (int j = 0; j < kAtOnce; ++j) {
       if (columns[j] >= vocab) continue;
       if (weighs_all) sum += weight_of<SampleMath>(scale.distance(loaded[j]));
-      if (!(loaded[j] >= limit && loaded[j] > minus_infinity())) continue;
+      if (!is_listed(loaded[j])) continue;
       const uint32_t at = atomicAdd(&shared.listed, 1u);
       if (at < kMostListed) {
         shared.keys[at] = key_of<SampleMath>(loaded[j]);

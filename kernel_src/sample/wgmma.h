@@ -38,7 +38,8 @@ struct Wgmma;
 
 // Of a matrix's descriptor, the high word is the same for all: rows of 128 bytes, 8 of which are swizzled together.
 #define FUSELAGE_MATRIX(name, operand) \
-  ".reg .b64 " #name "; mov.b64 " #name ", {%" #operand ", high};"
+  ".reg .b32 " #name "_high; mov.b32 " #name "_high, 0x40000040; " \
+  ".reg .b64 " #name "; mov.b64 " #name ", {%" #operand ", " #name "_high};"
 
 // The assembler's text counts operands: sums first, then i0 to i5.
 #define FUSELAGE_WGMMA(T, type, columns, count, i0, i1, i2, i3, i4, i5) \
@@ -47,7 +48,6 @@ struct Wgmma;
     __device__ static __forceinline__ void run(float (&d)[count], uint32_t a, uint32_t b, \
                                                int accumulate) { \
       asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i2 ", 0; " \
-                   ".reg .b32 high; mov.b32 high, 0x40000040;" \
                    FUSELAGE_MATRIX(a, i0) FUSELAGE_MATRIX(b, i1) \
                    "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" \
                    FUSELAGE_NUMBERS_##count "}, a, b, p, 1, 1, 0, 0;}" \
@@ -57,7 +57,7 @@ struct Wgmma;
     __device__ static __forceinline__ void run(float (&d)[count], const uint32_t (&a)[4], \
                                                uint32_t b, int accumulate) { \
       asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i5 ", 0; " \
-                   ".reg .b32 high; mov.b32 high, 0x40000040;" FUSELAGE_MATRIX(b, i4) \
+                   FUSELAGE_MATRIX(b, i4) \
                    "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" \
                    FUSELAGE_NUMBERS_##count "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b" \
                    ", p, 1, 1, 0;}" \

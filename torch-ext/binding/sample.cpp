@@ -309,12 +309,12 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
     const int32_t device = hidden.get_device_index();
     const OnDevice on_device(device);
     if (gpu::takes_strips(head, p, device)) {
-      strips = whole_strips((head.vocab + kStrip - 1) / kStrip);
-      of_strips = workspace_of((2 + 3 * head.batch) * int64_t{sizeof(uint32_t)}, hidden);
+      strips = whole_strips(p.stride / kStrip);
+      of_strips = workspace_of(Strips::words(head.batch) * int64_t{sizeof(uint32_t)}, hidden);
       uint32_t* left = static_cast<uint32_t*>(of_strips->mutable_data_ptr());
       p.strips = {floats_in(*strips), strips->size(1), left,
                   head.batch >= kFloorsFrom ? left + 2 + head.batch : nullptr};
-      p.draws.is_advanced = draws.batch > 1 && !draws.offset_per_row;
+      p.draws.is_advanced = gpu::advances_offset(draws);
     }
     const gpu::HeadLogits out{floats_in(logits), p.stride,
                               p.strips,          filters,
