@@ -13,7 +13,7 @@ ROUNDS = 6
 class Samples:
     """Times of one call in microseconds, one list a round."""
 
-    rounds: list[list[float]] = field(default_factory=list)
+    rounds: list[list[float]] = field(default_factory=lambda: [[] for _ in range(ROUNDS)])
 
     def summary(self) -> dict:
         """Median and spread over all rounds; the rounds' medians show the drift."""
@@ -40,7 +40,7 @@ def in_turn(contenders: dict[str, Callable[[], Iterable[float]]], turns: int) ->
 
     In any order: at the limit of power what ran before counts.
     """
-    samples = {name: Samples([[] for _ in range(ROUNDS)]) for name in contenders}
+    samples = {name: Samples() for name in contenders}
     order = random.Random(ROUNDS)
     for i in range(ROUNDS * turns):
         for name in order.sample(list(contenders), len(contenders)):

@@ -10,6 +10,9 @@ import torch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).split(".")[-1])
+each_half_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"]
+)
 
 
 def make(batch, vocab, dim, dtype, device):
@@ -332,7 +335,7 @@ def test_the_tiles_of_the_batch_do_not_matter(fuselage, device, dtype, dim):
             assert torch.equal(some, of_all[:rows]), (rows, name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@each_half_dtype
 @pytest.mark.parametrize("dim", [96, 100, 33])
 def test_the_tiles_of_float8_do_not_matter(fuselage, device, dtype, dim):
     hidden, weight = make(140, 259, dim, dtype, device)
@@ -445,7 +448,7 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@each_half_dtype
 @pytest.mark.parametrize("options", FILTERS, ids=str)
 def test_filters_draw_as_from_all_logits(fuselage, device, dtype, options):
     """A filtered row is drawn from the few logits that can matter; log-probabilities want all."""
@@ -477,7 +480,7 @@ def test_filters_draw_as_from_all_logits(fuselage, device, dtype, options):
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["", "float8"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@each_half_dtype
 def test_filters_advance_the_offset_of_all_rows_once(fuselage, device, dtype, narrow):
     """However many launches they take, and whichever kernel draws a row."""
     vocab = 70_001 if device == "cuda" else 5001
@@ -504,7 +507,7 @@ def test_filters_advance_the_offset_of_all_rows_once(fuselage, device, dtype, na
                 assert offsets[0].item() == offsets[1].item() == step, (batch, options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@each_half_dtype
 def test_the_head_draws_as_from_its_logits(fuselage, device, dtype):
     """Where few logits could win, and where all could, which is more than are kept to be scored."""
     vocab = 70_001 if device == "cuda" else 5001
