@@ -22,7 +22,7 @@ CODE = $(shell find kernel_src torch-ext \( -name '*.h' -o -name '*.cpp' -o -nam
          ! -path torch-ext/registration.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build build-cpu build-cuda test lint format bench check-hip check-abi clean
+.PHONY: help demo build build-cpu build-cuda test test-all lint format bench check-hip check-abi clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -39,8 +39,14 @@ build-cpu: $(ENVIRONMENT)  ## the CPU variant
 build-cuda: $(ENVIRONMENT)  ## the CUDA variant for every GPU of build.toml (ARCHS=9.0,8.0 for some)
 	@$(BUILD) --backend cuda $(if $(ARCHS),--archs $(ARCHS))
 
-test: build  ## build, then run the tests (TESTS= and PYTEST= choose and pass options)
-	$(PYTHON) -m pytest $(PYTEST) $(TESTS)
+# A process a core, so one thread each.
+RUN_TESTS = OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses=auto --dist=worksteal
+
+test: build  ## build, then run the quick tests (TESTS= and PYTEST= choose and pass options)
+	$(RUN_TESTS) -m "not slow" $(PYTEST) $(TESTS)
+
+test-all: build  ## build, then run every test; CI runs these
+	$(RUN_TESTS) $(PYTEST) $(TESTS)
 
 lint: $(ENVIRONMENT)  ## ruff, clang-format, and that build.toml lists every source
 	$(PYTHON) -m ruff check .

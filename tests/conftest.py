@@ -38,9 +38,33 @@ def why_no_cuda() -> str | None:
     return "no GPU variant is built (is there no nvcc?)"
 
 
+# What the suite runs on. Parameters for other devices are not collected.
+DEVICES = ("cpu",) if why_no_cuda() else ("cpu", "cuda")
+
+
 def kernel_backend() -> str | None:
     """The backend to ask for: `None` (automatic) on a GPU, otherwise the CPU variant."""
-    return "cpu" if why_no_cuda() else None
+    return None if "cuda" in DEVICES else "cpu"
+
+
+def pytest_report_header() -> str:
+    """One line in place of a skip for each GPU test of a machine without a GPU."""
+    reason = why_no_cuda()
+    return f"devices: {', '.join(DEVICES)}" + (f" (no GPU tests: {reason})" if reason else "")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Processes for `-n auto`: one a core, but few on a GPU, whose memory the slow tests fill."""
+    if "cuda" not in DEVICES:
+        return len(os.sched_getaffinity(0))
+    return 8 if "not slow" in config.option.markexpr else 0
+
+
+def pytest_pycollect_makeitem(obj: object) -> list | None:
+    """Collects no test whose `gpu` marker asks for more GPUs than there are."""
+    wanted = [m.kwargs.get("count", 1) for m in getattr(obj, "pytestmark", ()) if m.name == "gpu"]
+    there = torch.cuda.device_count() if "cuda" in DEVICES else 0
+    return [] if wanted and max(wanted) > there else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -65,11 +89,9 @@ def fuselage() -> ModuleType:
     return get_kernel(REPO_ID, version=VERSION, backend=kernel_backend())
 
 
-@pytest.fixture(params=["cpu", "cuda"])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    """Every device the suite runs on; one that this machine lacks is skipped with a reason."""
-    if request.param == "cuda" and (reason := why_no_cuda()):
-        pytest.skip(reason)
+    """Every device the suite runs on."""
     return request.param
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from conftest import DEVICES
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -357,7 +358,8 @@ def check_no_worse(actual: Tensor, eager: Tensor, expected: Tensor, label: str) 
 
 def on_devices(cpu: Iterable, cuda: Iterable, names: str = "dim"):
     """Parametrises by device and `names`, with fewer values on the CPU than on the GPU."""
-    values = [("cpu", value) for value in cpu] + [("cuda", value) for value in cuda]
+    by_device = {"cpu": cpu, "cuda": cuda}
+    values = [(device, value) for device in DEVICES for value in by_device[device]]
     return pytest.mark.parametrize(("device", names), values, indirect=["device"])
 
 

@@ -39,11 +39,6 @@ DIMS = (
 CPU_DIMS = (1, 7, 8, 100, 128, 1023, 4096, 4097, 65536)
 
 
-def cuda(count: int = 1) -> None:
-    if torch.cuda.device_count() < count:
-        pytest.skip("no CUDA device" if count == 1 else f"fewer than {count} CUDA devices")
-
-
 def run_both_ways(op, kernel, inputs: dict, grad_outs: dict | None = None) -> dict:
     """Outputs and gradients, by name."""
     leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
@@ -207,7 +202,6 @@ def test_a_wrong_shape(fuselage, device, op):
 @pytest.mark.gpu
 @each_operator(OPERATORS)
 def test_inputs_on_different_devices(fuselage, op):
-    cuda()
     inputs = op.inputs((3, 8), torch.float32, "cuda")
     for name in (*op.row_inputs[1:], *op.vector_inputs):
         wrong = {**inputs, name: inputs[name].cpu()}
@@ -243,7 +237,6 @@ def test_meta_tensors(fuselage, op):
 @each_operator(OPERATORS)
 def test_current_stream(fuselage, op):
     """The inputs arrive late on a side stream: a launch on another one would read zeros."""
-    cuda()
     inputs = op.inputs((512, 4096), torch.bfloat16, "cuda")
     grad_outs = random_grad_outs(op.run(fuselage, inputs, {}))
     expected = run_both_ways(op, fuselage, inputs, grad_outs)
@@ -260,10 +253,9 @@ def test_current_stream(fuselage, op):
         assert_same_bits(actual[name], value, name)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(count=2)
 @each_operator(OPERATORS)
 def test_other_device(fuselage, op):
-    cuda(2)
     assert torch.cuda.current_device() == 0
     inputs = op.inputs((37, 4096), torch.bfloat16, "cuda:1")
     check_values(op, fuselage, inputs, {})
@@ -276,7 +268,6 @@ def test_other_device(fuselage, op):
 @pytest.mark.parametrize("dim", [100, 4096, 16384, 65536])
 def test_cuda_graph(fuselage, op, dim):
     """Forward and backward captured once, replayed on new data."""
-    cuda()
     static = op.inputs((64, dim), torch.bfloat16, "cuda")
     grad_outs = random_grad_outs(op.run(fuselage, static, {}))
     stream = torch.cuda.Stream()
@@ -299,7 +290,6 @@ def test_cuda_graph(fuselage, op, dim):
 @pytest.mark.gpu
 @each_operator(OPERATORS)
 def test_cpu_tensors_beside_a_gpu(fuselage, op):
-    cuda()
     inputs = op.inputs((37, 100), torch.bfloat16, "cpu")
     check_values(op, fuselage, inputs, {})
     check_gradients(op, fuselage, inputs, {})

@@ -348,8 +348,6 @@ def test_a_million_rows(fuselage, device, op, dtype):
     ids=str,
 )
 def test_more_than_two_to_the_31_elements(fuselage, op, shape):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     # In bfloat16, and for short rows their float32 statistics; the float64 of the check beside it.
     tensors = 2 * op.width * len(op.row_inputs) + len(op.outputs) + 2
     needed = (2 * tensors * shape[1] + 8) * shape[0] + 20 * 8 * (1 << 25)
@@ -370,8 +368,6 @@ def test_more_than_two_to_the_31_elements(fuselage, op, shape):
 @pytest.mark.gpu
 @each_operator(OPERATORS)
 def test_rows_more_than_two_to_the_31_elements_apart(fuselage, op):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     stride = (1 << 31) + 16
     width = op.width * 4096
     buffer = torch.empty(2 * stride + width, dtype=torch.bfloat16, device="cuda")
@@ -388,8 +384,6 @@ def test_rows_more_than_two_to_the_31_elements_apart(fuselage, op):
 @pytest.mark.parametrize("layout", ["wider", "wider_by_an_odd_number", "misaligned", "heads"])
 @pytest.mark.parametrize("dim", [128, 4096, 12288, 65536])
 def test_layouts_of_many_rows(fuselage, op, layout, dim):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     rows = 1003
     width = op.width * dim
 

@@ -23,7 +23,7 @@ from harness import (
 )
 from operators import rotary_operator
 from rotary_cases import NAMES, Case, check, check_rotary_gradients
-from test_contracts import check_batch_invariance, cuda, refuses, run_both_ways
+from test_contracts import check_batch_invariance, refuses, run_both_ways
 from test_gradients import packed_in
 
 each_name = pytest.mark.parametrize("name", NAMES)
@@ -93,7 +93,6 @@ def test_some_kinds(fuselage, device, name, kind):
 @pytest.mark.parametrize("dim", [64, 72, 96, 128, 130, 256, 320, 576, 1024, 2046])
 def test_many_tokens(fuselage, name, tokens, dim):
     """Where the policies change strategy: few threads and many, whole warps and parts."""
-    cuda()
     for interleaved, heads in product((False, True), ((1, None), (2, 1), (11, 3), (32, 8))):
         case = Case(3, tokens, *heads, dim=dim, interleaved=interleaved)
         check(*with_kernel(fuselage, case.make(name, torch.bfloat16, "cuda")))
@@ -102,7 +101,6 @@ def test_many_tokens(fuselage, name, tokens, dim):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [4096, 16384, 262144, 262142])
 def test_long_heads(fuselage, dim):
-    cuda()
     for interleaved in (False, True):
         case = Case(1, 3, 2, 3, dim=dim, interleaved=interleaved)
         check(*with_kernel(fuselage, case.make("apply_rotary", torch.bfloat16, "cuda")))
@@ -265,7 +263,6 @@ def test_no_heads_of_q(fuselage, device, name):
 @pytest.mark.parametrize("case", [Case(3, 70000, 64, 16, 128), Case(3, 130000, 64, 16, 66)])
 def test_more_than_two_to_the_31_elements(fuselage, name, case):
     """q has more, and so a token beyond them must be as it is alone."""
-    cuda()
     batch = (1 << 31) // (case.tokens * case.q_heads * case.dim) + 2
     if torch.cuda.mem_get_info()[0] < 40 * (1 << 30):
         pytest.skip("needs 40 GiB of free GPU memory")
@@ -289,7 +286,6 @@ def test_more_than_two_to_the_31_elements(fuselage, name, case):
 @pytest.mark.gpu
 @each_name
 def test_heads_more_than_two_to_the_31_elements_apart(fuselage, name):
-    cuda()
     stride = (1 << 31) + 16
     buffer = torch.empty(2 * stride + 4096, dtype=torch.bfloat16, device="cuda")
     for order in ((0, 1, 2), (1, 0, 2), (1, 2, 0)):  # which of batch, tokens and heads is far
@@ -454,7 +450,6 @@ def test_tokens_do_not_depend_on_the_batch(fuselage, device, name, dim, interlea
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_tokens_do_not_depend_on_a_large_batch(fuselage, name, dim, interleaved):
     """Where there are enough tokens for all threads, rows take several heads of them."""
-    cuda()
     case = Case(1500, 3, 11, 3, dim, interleaved=interleaved)
     for dtype in (torch.float32, torch.bfloat16):
         made = case.make(name, dtype, "cuda")
@@ -634,7 +629,6 @@ def test_other_devices(fuselage, device, name):
 @pytest.mark.gpu
 @each_name
 def test_cpu_tensors_among_those_of_a_gpu(fuselage, name):
-    cuda()
     op, inputs = Case(positions="ids:int64").make(name, torch.float32, "cuda")
     for x in list(inputs)[1:]:
         refuses(op, fuselage, {**inputs, x: inputs[x].cpu()}, {}, f"`{x}`", "got cpu")
@@ -644,7 +638,6 @@ def test_cpu_tensors_among_those_of_a_gpu(fuselage, name):
 
 @pytest.mark.gpu
 def test_the_longest_head_of_the_norm(fuselage):
-    cuda()
     for dtype, rotated, most in (
         (torch.bfloat16, None, 2048),
         (torch.bfloat16, 2, 2048),
@@ -748,7 +741,6 @@ def test_in_place_refuses(fuselage, device):
 @each_name
 def test_current_stream(fuselage, name):
     """The inputs arrive late on a side stream: a launch on another one would read zeros."""
-    cuda()
     op, inputs = Case(4, 512, 16, 4, 128).make(name, torch.bfloat16, "cuda")
     grads = random_grad_outs(op.run(fuselage, inputs, {}))
     expected = run_both_ways(op, fuselage, inputs, grads)
@@ -770,7 +762,6 @@ def test_current_stream(fuselage, name):
 @pytest.mark.parametrize("dim", [128, 100, 1024])
 def test_cuda_graph(fuselage, name, dim):
     """Forward and backward captured once, replayed on new data and new positions."""
-    cuda()
     case = Case(8, 3, 8, 2, dim, positions="offsets:int64")
     op, static = case.make(name, torch.bfloat16, "cuda")
     offset = op.defaults["offset"]

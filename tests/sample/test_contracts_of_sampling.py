@@ -77,7 +77,8 @@ def test_bad_input_of_logits(fuselage, device, change, message):
         fuselage.gumbel_sample(logits, **on(device, change))
 
 
-@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
 def test_tensors_of_another_device_are_named(fuselage, device):
     hidden, weight = inputs(device)
     for name in ("weight", "temperature", "seed"):

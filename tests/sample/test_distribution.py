@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import sample_reference as reference
 import torch
+from harness import on_devices
 
 # Of a statistic that is nearly normal: one in ten million.
 LIMIT = 5.5
@@ -45,9 +46,7 @@ def test_chi_squared(fuselage, device, vocab, draws, scale):
     check(fuselage, logits, draws, seed=int(scale) + vocab)
 
 
-@pytest.mark.parametrize(
-    ("device", "draws"), [("cpu", 4096), ("cuda", 10_000_000)], indirect=["device"]
-)
+@on_devices([4096], [10_000_000], "draws")
 def test_chi_squared_of_a_large_vocabulary(fuselage, device, draws):
     """With a tail of tokens whose probabilities are below 1e-6 each, and sum up to a tenth."""
     logits = torch.zeros(1, 151936)

@@ -140,7 +140,8 @@ def test_the_length_of_a_row_does_not_matter(fuselage, device, kind):
                 assert torch.equal(a, b), (vocab, options)
 
 
-@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
 @pytest.mark.parametrize("kind", ["normal", "equal", "peaked", "coarse", "near"])
 def test_a_gpu_filters_as_a_cpu(fuselage, device, kind):
     for vocab in (1001, 20011, 151_935):

@@ -132,7 +132,8 @@ def test_of_equal_scores_the_lowest_index_is_drawn(fuselage, device, vocab_offse
     assert (tokens[:, 0].numpy() == scores.argmax(1) + vocab_offset).all()
 
 
-@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_gpu_draws_what_a_cpu_draws(fuselage, device, dtype):
     for batch, vocab in ((1, 151936), (7, 9001), (64, 4096)):
@@ -154,7 +155,8 @@ def test_a_gpu_draws_what_a_cpu_draws(fuselage, device, dtype):
                 assert torch.equal(a, b.cpu()), options
 
 
-@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
 @pytest.mark.parametrize("vocab_offset", [0, 5])
 def test_a_gpu_draws_what_a_cpu_draws_where_all_could_win(fuselage, device, vocab_offset):
     """More than the kernel keeps to score them together."""
@@ -247,7 +249,8 @@ def test_the_default_does_not_repeat_in_a_new_process_seed(fuselage, device):
     assert fuselage.gumbel_sample(logits).item() != first
 
 
-@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "options",
