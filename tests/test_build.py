@@ -21,7 +21,7 @@ from builder.config import BACKENDS, load
 from builder.errors import BuildError
 from builder.includes import included_headers
 from builder.sources import check_sources
-from check_abi import has_symbol_table, violations
+from check_abi import has_symbol_table, shared_state, violations
 from kernels._rust import Backend, Build, Digest, DigestAlgorithm, DigestValidationError, Metadata
 
 BUILD_VARIANT = REPO_DIR / "tools/build_variant.py"
@@ -209,6 +209,50 @@ def test_the_abi_check_can_fail(tmp_path: Path):
     assert any("__libc_single_threaded" in line for line in violations(library))
     assert run(["strip", library]).returncode == 0
     assert violations(library) == ["is stripped, so its symbols cannot be checked"]
+
+
+SHARED_STATE = """
+namespace fuselage {
+inline int& of_inline(int i) { static int count[9]; return count[i]; }
+template <typename T> int& of_template(int i) { static int count[9]; return count[i]; }
+int of_namespace = 3;
+namespace {
+int of_file;
+template <typename T> int& of_file_template(int i) { static int count[9]; return count[i]; }
+}
+static int& of_static(int i) { static int count[9]; return count[i]; }
+int use(int i) {
+  return ++of_inline(i) + ++of_template<int>(i) + ++of_file + ++of_file_template<int>(i) +
+         ++of_static(i);
+}
+}
+"""
+
+
+@pytest.mark.parametrize("flags", [(), ("-fvisibility=hidden", "-fno-gnu-unique")])
+def test_state_that_versions_share_is_found_with_and_without_the_flags_that_hide_it(
+    tmp_path: Path, flags: tuple[str, ...]
+):
+    source, library = tmp_path / "state.cpp", tmp_path / "state.so"
+    source.write_text(SHARED_STATE)
+    assert run(["g++", "-shared", "-fPIC", *flags, "-o", library, source]).returncode == 0
+    assert sorted(shared_state(library)) == [
+        "_ZN8fuselage12of_namespaceE",
+        "_ZZN8fuselage11of_templateIiEERiiE5count",
+        "_ZZN8fuselage9of_inlineEiE5count",
+    ]
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "sample", "activation"])
+def test_cpu_sources_export_no_data(tmp_path: Path, name: str):
+    # Without the flags that hide it, which the release's builder does not give.
+    source, target = REPO_DIR / f"kernel_src/cpu/{name}.cpp", tmp_path / "object.o"
+    flags = ["-std=c++17", "-O0", "-fPIC", "-DCPU_KERNEL", f"-I{REPO_DIR / 'kernel_src'}"]
+    assert run(["g++", *flags, "-c", source, "-o", target]).returncode == 0
+    symbols = [line.split() for line in run(["readelf", "-sW", target]).stdout.splitlines()]
+    data = [symbol for symbol in symbols if "OBJECT" in symbol and "fuselage" in symbol[-1]]
+    assert data and not [symbol for symbol in data if not {"LOCAL", "HIDDEN"} & set(symbol)]
+    assert not shared_state(target)
 
 
 # Loading

@@ -2,7 +2,8 @@
 """Checks built libraries against what the Hub requires of them.
 
 `kernel-abi-check` looks for Python's limited API 3.9 and manylinux_2_28, and `nm` for C++ symbols
-of Torch outside of its stable ABI. Checks every variant below build/, or the libraries named.
+of Torch outside of its stable ABI, and for state that two versions of the library would share in
+one process. Checks every variant below build/, or the libraries named.
 
     python tools/check_abi.py [library.abi3.so ...]
 """
@@ -20,6 +21,10 @@ REPO_DIR = Path(__file__).resolve().parent.parent
 PYTHON_ABI = "3.9"
 MANYLINUX = "manylinux_2_28"
 _TORCH_CPP = re.compile(r" U (?!torch::stable::)((?:c10|at|torch)::\S.*)$")
+# A variable of the namespace, of a function in it, or its guard.
+_FUSELAGE = re.compile(r"_Z(?:GV)?Z*N8fuselage")
+_WRITABLE = (".bss", ".data", ".tbss", ".tdata")
+_CONSTANT = ".data.rel.ro"
 _SHT_SYMTAB = 2
 
 
@@ -33,7 +38,8 @@ def violations(library: Path) -> list[str]:
     file = ObjectFile(str(library))
     found = [f"Python {PYTHON_ABI}: {item}" for item in file.check_python_abi(PYTHON_ABI)]
     found += [f"{MANYLINUX}: {item}" for item in file.check_manylinux(MANYLINUX)]
-    return found + [f"not in Torch's stable ABI: {name}" for name in torch_symbols(library)]
+    found += [f"not in Torch's stable ABI: {name}" for name in torch_symbols(library)]
+    return found + [f"state shared between versions: {name}" for name in shared_state(library)]
 
 
 def has_symbol_table(library: Path) -> bool:
@@ -47,12 +53,46 @@ def has_symbol_table(library: Path) -> bool:
 
 def torch_symbols(library: Path) -> list[str]:
     """The C++ symbols of Torch that `library` needs and that the stable ABI does not have."""
+    matches = map(_TORCH_CPP.search, _nm("-uC", library))
+    return [match.group(1) for match in matches if match]
+
+
+def shared_state(file: Path) -> list[str]:
+    """The variables of a library or object that another version in the process would share.
+
+    That is what is unique in the process (STB_GNU_UNIQUE), and what is fuselage's without internal
+    linkage. Its name tells, whatever flags hide it in this build: the release's builder has not
+    these flags. Constants may be shared.
+    """
+    found = []
+    for line in _nm("-f", "sysv", file):
+        name, _, kind, _, _, _, section = (f"{line}|||||||".split("|"))[:7]
+        name, kind, section = name.strip(), kind.strip(), section.strip()
+        if not section.startswith(_WRITABLE) or section.startswith(_CONSTANT):
+            continue
+        is_ours = _FUSELAGE.match(name) is not None
+        if kind == "u" or (is_ours and not has_internal_linkage(name)):
+            found.append(name)
+    return found
+
+
+def has_internal_linkage(name: str) -> bool:
+    """Whether the mangled name is of something static, or in an anonymous namespace."""
+    rest = name[_FUSELAGE.match(name).end() :]
+    while match := re.match(r"(L?)(\d+)", rest):
+        begin = match.end()
+        identifier, rest = rest[begin:][: int(match[2])], rest[begin + int(match[2]) :]
+        if match[1] or identifier.startswith("_GLOBAL__N_"):
+            return True
+    return False
+
+
+def _nm(*arguments: object) -> list[str]:
+    """The lines that `nm` prints."""
     if shutil.which("nm") is None:
         raise FileNotFoundError("nm not found: apt-get install binutils")
-    output = subprocess.run(["nm", "-uC", str(library)], capture_output=True, text=True, check=True)
-    return [
-        match.group(1) for line in output.stdout.splitlines() if (match := _TORCH_CPP.search(line))
-    ]
+    command = ["nm", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def main() -> int:
@@ -70,7 +110,10 @@ def main() -> int:
         if found:
             print(f"FAILED  {name}\n  " + "\n  ".join(found))
         else:
-            print(f"ok  {name}: limited API {PYTHON_ABI}, {MANYLINUX}, Torch stable ABI only")
+            print(
+                f"ok  {name}: limited API {PYTHON_ABI}, {MANYLINUX}, Torch stable ABI only, "
+                "no shared state"
+            )
     return 1 if failed else 0
 
 

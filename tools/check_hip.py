@@ -2,7 +2,8 @@
 """Compiles every GPU source of the rocm sections as HIP, for a machine without ROCm or a GPU.
 
 Debian's clang 19 with its HIP 5.2 headers stands in for ROCm's compiler: the device side is
-compiled down to assembly of gfx90a, the host side to an object. Nothing is linked or run.
+compiled down to assembly of gfx90a, the host side to an object. Nothing is linked or run. The
+objects must hold no state that two versions in one process would share: no flag here hides it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from builder.config import BuildConfig, Section, load
 from builder.errors import BuildError
 from builder.sources import check_sources
+from check_abi import shared_state
 
 REPO_DIR = Path(__file__).resolve().parent.parent
 ARCH = "gfx90a"
@@ -69,6 +71,8 @@ def compile_file(config: BuildConfig, section: Section, source: str) -> tuple[bo
             if result.returncode != 0:
                 return False, f"FAILED  {source} ({side})\n{shlex.join(command)}\n{result.stderr}"
             warnings = warnings or result.stderr
+        if shared := shared_state(Path(folder, "host")):
+            return False, f"FAILED  {source}: state shared between versions: {', '.join(shared)}"
     state = "ok, with warnings" if warnings else "ok"
     seconds = time.monotonic() - started
     return True, f"{state}  {source} ({ARCH}, device and host, {seconds:.1f} s)\n{warnings}".strip()

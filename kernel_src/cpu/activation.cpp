@@ -304,7 +304,7 @@ static void activation_backward_bias(const ActivationBackward& p, int64_t begin,
   }
 }
 
-extern const ActivationFunctions activation_functions;
+extern FUSELAGE_HIDDEN const ActivationFunctions activation_functions;
 const ActivationFunctions activation_functions = {
     activation_forward, activation_backward, activation_backward_chunk, activation_backward_bias};
 

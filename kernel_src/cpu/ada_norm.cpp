@@ -351,7 +351,7 @@ static void ada_norm_backward_sums(const AdaNormBackward& p, int64_t column_begi
       p, [&](auto x) { ada_norm_backward_sums_of<decltype(x)>(p, column_begin, column_end); });
 }
 
-extern const AdaNormFunctions ada_norm_functions;
+extern FUSELAGE_HIDDEN const AdaNormFunctions ada_norm_functions;
 const AdaNormFunctions ada_norm_functions = {ada_norm_forward, ada_norm_backward,
                                              ada_norm_backward_sums};
 

@@ -29,15 +29,18 @@
 
 #define FUSELAGE_INLINE inline __attribute__((always_inline))
 
+// Of what the files share, and no other library may see: another version of this one has the same names.
+#define FUSELAGE_HIDDEN __attribute__((visibility("hidden")))
+
 // Defines `static const Functions& functions_of_this_cpu()`, which asks the CPU once. Each
 // instruction set's namespace has a `const Functions table`.
 #if FUSELAGE_HAS_X86_ISAS
 #define FUSELAGE_PICK_ISA(Functions, table)                                                    \
   namespace avx2 {                                                                             \
-  extern const Functions table;                                                                \
+  extern FUSELAGE_HIDDEN const Functions table;                                                \
   }                                                                                            \
   namespace avx512 {                                                                           \
-  extern const Functions table;                                                                \
+  extern FUSELAGE_HIDDEN const Functions table;                                                \
   }                                                                                            \
   static const Functions& pick_##table() {                                                     \
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&   \

@@ -294,7 +294,7 @@ static void poly_norm_backward(const PolyNormBackward& p, int64_t row_begin, int
   });
 }
 
-extern const PolyNormFunctions poly_norm_functions;
+extern FUSELAGE_HIDDEN const PolyNormFunctions poly_norm_functions;
 const PolyNormFunctions poly_norm_functions = {poly_norm_forward, poly_norm_backward,
                                                poly_norm_backward_weight};
 

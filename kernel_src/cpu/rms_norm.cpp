@@ -258,7 +258,7 @@ static void rms_norm_backward_weight(const RmsNormBackward& p, int64_t column_be
   }
 }
 
-extern const RmsNormFunctions rms_norm_functions;
+extern FUSELAGE_HIDDEN const RmsNormFunctions rms_norm_functions;
 const RmsNormFunctions rms_norm_functions = {rms_norm_forward, rms_norm_backward,
                                              rms_norm_backward_weight};
 

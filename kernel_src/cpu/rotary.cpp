@@ -336,7 +336,7 @@ static void qk_norm_rotary_backward(const QkNormRotaryBackward& p, int64_t chunk
   });
 }
 
-extern const RotaryFunctions rotary_functions;
+extern FUSELAGE_HIDDEN const RotaryFunctions rotary_functions;
 const RotaryFunctions rotary_functions = {rotary, qk_norm_rotary, qk_norm_rotary_backward};
 
 }  // namespace FUSELAGE_ISA

@@ -618,7 +618,7 @@ static void lm_head_draw(const LmHead& p, const Draws& draws, const float* hidde
   }
 }
 
-extern const SampleFunctions sample_functions;
+extern FUSELAGE_HIDDEN const SampleFunctions sample_functions;
 const SampleFunctions sample_functions = {sample_rows, sample_draw, lm_head_hidden, lm_head_logits,
                                           lm_head_draw};
 

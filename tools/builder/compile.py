@@ -175,6 +175,7 @@ def plan(
 
 
 # -fno-gnu-unique: static variables of inline functions must not be shared between two kernels.
+# clang, and so HIP's compiler, makes no such symbols and refuses the flag.
 _CXX_FLAGS = "-std=c++17 -O3 -DNDEBUG -fPIC -fvisibility=hidden -fno-gnu-unique".split()
 _CUDA_FLAGS = [
     *"-std=c++17 -O3 -DNDEBUG --expt-relaxed-constexpr -DENABLE_FP8".split(),
