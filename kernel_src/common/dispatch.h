@@ -11,10 +11,21 @@ struct TypeTag {
   using type = T;
 };
 
+// What f(TypeTag<T>) returns for the type; an error for what is none.
+template <typename F>
+inline gpuError dispatch_dtype(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::float32: return f(TypeTag<float>{});
+    case DType::float16: return f(TypeTag<float16>{});
+    case DType::bfloat16: return f(TypeTag<bfloat16>{});
+  }
+  return gpuErrorInvalidValue;
+}
+
 // Calls f(TypeTag<activation>, TypeTag<output>) for the pairs that operators support: equal types, and
 // float32 with either half type. False for any other pair.
 template <typename F>
-inline bool dispatch_activation_output(DType activation, DType output, F&& f) {
+[[nodiscard]] inline bool dispatch_activation_output(DType activation, DType output, F&& f) {
   const auto with_activation = [&](auto tag, DType own) {
     if (output == own) {
       f(tag, tag);
@@ -37,12 +48,6 @@ inline bool dispatch_activation_output(DType activation, DType output, F&& f) {
       }
   }
   return false;
-}
-
-// Whether rows of this type start on boundaries of so many bytes. Null does.
-inline bool aligned_rows(const void* pointer, int64_t stride, DType dtype, int64_t bytes = 16) {
-  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0 &&
-         stride * dtype_size(dtype) % bytes == 0;
 }
 
 // f(true_type) or f(false_type).

@@ -1,9 +1,10 @@
 // One set of names for CUDA and HIP, and the few instructions whose spelling differs between them.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <cstring>
+
+#include "common/device_info.h"
 
 #if defined(USE_ROCM)
 #include <hip/hip_fp16.h>
@@ -21,12 +22,20 @@ namespace fuselage {
 using gpuStream = hipStream_t;
 using gpuError = hipError_t;
 constexpr gpuError gpuSuccess = hipSuccess;
+constexpr gpuError gpuErrorInvalidValue = hipErrorInvalidValue;
 constexpr auto gpuDevAttrMultiProcessorCount = hipDeviceAttributeMultiprocessorCount;
 constexpr auto gpuDevAttrMaxSharedMemoryPerBlockOptin = hipDeviceAttributeMaxSharedMemoryPerBlock;
-constexpr auto gpuDevAttrComputeCapabilityMajor = hipDeviceAttributeComputeCapabilityMajor;
-constexpr auto gpuDevAttrComputeCapabilityMinor = hipDeviceAttributeComputeCapabilityMinor;
+constexpr auto gpuDevAttrWarpSize = hipDeviceAttributeWarpSize;
+using gpuFuncAttributes = hipFuncAttributes;
 inline gpuError gpuDeviceGetAttribute(int* value, hipDeviceAttribute_t attribute, int device) {
   return hipDeviceGetAttribute(value, attribute, device);
+}
+inline gpuError gpuGetDevice(int* device) { return hipGetDevice(device); }
+inline gpuError gpuFuncGetAttributes(gpuFuncAttributes* attributes, const void* kernel) {
+  return hipFuncGetAttributes(attributes, kernel);
+}
+inline gpuError gpuFuncAllowSharedMemory(const void* kernel, int bytes) {
+  return hipFuncSetAttribute(kernel, hipFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 inline gpuError gpuGetLastError() { return hipGetLastError(); }
 inline const char* gpuGetErrorString(gpuError error) { return hipGetErrorString(error); }
@@ -36,12 +45,21 @@ inline const char* gpuGetErrorString(gpuError error) { return hipGetErrorString(
 using gpuStream = cudaStream_t;
 using gpuError = cudaError_t;
 constexpr gpuError gpuSuccess = cudaSuccess;
+constexpr gpuError gpuErrorInvalidValue = cudaErrorInvalidValue;
 constexpr auto gpuDevAttrMultiProcessorCount = cudaDevAttrMultiProcessorCount;
 constexpr auto gpuDevAttrMaxSharedMemoryPerBlockOptin = cudaDevAttrMaxSharedMemoryPerBlockOptin;
 constexpr auto gpuDevAttrComputeCapabilityMajor = cudaDevAttrComputeCapabilityMajor;
 constexpr auto gpuDevAttrComputeCapabilityMinor = cudaDevAttrComputeCapabilityMinor;
+using gpuFuncAttributes = cudaFuncAttributes;
 inline gpuError gpuDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   return cudaDeviceGetAttribute(value, attribute, device);
+}
+inline gpuError gpuGetDevice(int* device) { return cudaGetDevice(device); }
+inline gpuError gpuFuncGetAttributes(gpuFuncAttributes* attributes, const void* kernel) {
+  return cudaFuncGetAttributes(attributes, kernel);
+}
+inline gpuError gpuFuncAllowSharedMemory(const void* kernel, int bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 inline gpuError gpuGetLastError() { return cudaGetLastError(); }
 inline const char* gpuGetErrorString(gpuError error) { return cudaGetErrorString(error); }
@@ -53,19 +71,10 @@ inline const char* message_of(gpuError error) {
   return error == gpuSuccess ? nullptr : gpuGetErrorString(error);
 }
 
-// Lets `kernel` use more dynamic shared memory than the 48 KB every block may have.
-template <typename Kernel>
-inline gpuError gpu_allow_shared_bytes(Kernel kernel, int bytes) {
-#if defined(USE_ROCM)
-  return hipFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             hipFuncAttributeMaxDynamicSharedMemorySize, bytes);
-#else
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-#endif
-}
-
-// The lanes that exchange values in reductions: a warp on NVIDIA GPUs, half of an AMD wavefront.
-constexpr int kWarpSize = 32;
+// Lets `kernel` use all the shared memory of the current device, and not just the 48 KB every block may have.
+// The driver is told once a kernel and device (common/device_info.cu). NOTE: never to less than all: another thread
+// might launch the same kernel with more at that moment.
+gpuError gpu_allow_shared_memory(const void* kernel);
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
 
@@ -396,7 +405,7 @@ template <typename... Params, typename... Args>
 inline gpuError gpu_launch_as(bool after, void (*kernel)(Params...), dim3 grid, dim3 block,
                               int shared_bytes, int cluster, gpuStream stream, Args&&... args) {
   if (shared_bytes + kMostArrayBytes > 48 * 1024) {
-    const gpuError error = gpu_allow_shared_bytes(kernel, shared_bytes);
+    const gpuError error = gpu_allow_shared_memory(reinterpret_cast<const void*>(kernel));
     if (error != gpuSuccess) return gpu_launched(error);
   }
 #if !defined(USE_ROCM)

@@ -1,10 +1,11 @@
 // What the launch policies of all families share: how a row is laid out over threads, and the arithmetic of it.
+// Policies are plain C++: tests sweep them over made-up devices (tests/test_policies.py).
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 
 #include "common/device_info.h"
-#include "common/reduce.h"
 
 namespace fuselage {
 
@@ -35,10 +36,16 @@ inline int threads_for(int64_t count, int vectors) {
   return static_cast<int>(ceil_div(threads, kWarpSize) * kWarpSize);
 }
 
+// Shared memory of a row of `columns` elements that may start anywhere in its first block of 16 bytes
+// (common/staged.h).
+constexpr int staged_bytes(int columns, int element_size) {
+  return (columns * element_size + 15) / 16 * 16 + 32;
+}
+
 // Blocks to cut a row of `count` vectors over, so that each has `wanted` vectors or fewer: one where the GPU
 // has no clusters.
 inline int cluster_for(const DeviceInfo& device, int64_t count, int64_t wanted) {
-  if (device.compute_capability < 90) return 1;
+  if (!device.has_clusters) return 1;
   return std::min(next_power_of_two(ceil_div(count, wanted)), kMaxCluster);
 }
 

@@ -53,8 +53,6 @@ __device__ __forceinline__ int lane_of_row(int row, int width) {
   return row * width / kRows;
 }
 
-constexpr int kMaxCluster = 8;
-
 // Shared memory for one row_sum of kCount values.
 template <int kCount>
 struct RowSumScratch {

@@ -4,19 +4,10 @@
 // the word.
 #pragma once
 
+#include "common/launch_policy.h"
 #include "common/vector.h"
 
 namespace fuselage {
-
-// Shared memory of a row of `columns` elements that may start anywhere in its first block.
-constexpr
-#if defined(__CUDACC__) || defined(__HIPCC__)
-    __host__ __device__
-#endif
-    inline int
-    staged_bytes(int columns, int element_size) {
-  return (columns * element_size + 15) / 16 * 16 + 32;
-}
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
 

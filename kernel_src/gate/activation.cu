@@ -320,13 +320,14 @@ __global__ void __launch_bounds__(1024)
 
 template <typename T, class Function>
 bool is_aligned(const Elementwise& p) {
+  // The ends of rows are read and written by the element.
   const auto starts_aligned = [&](const Operand& operand, int width) {
-    const int alignment = std::min(16, width * kColumns<T, Function> * static_cast<int>(sizeof(T)));
-    return reinterpret_cast<uintptr_t>(operand.data) % alignment == 0 &&
-           (p.rows == 1 || operand.stride * static_cast<int>(sizeof(T)) % alignment == 0);
+    constexpr int kSize = static_cast<int>(sizeof(T));
+    return aligned_rows(operand.data, p.rows == 1 ? 0 : operand.stride, 0, kSize,
+                        std::min(16, width * kColumns<T, Function> * kSize));
   };
   constexpr int kWidth = Function::kInTurn ? 2 : 1;
-  return reinterpret_cast<uintptr_t>(p.bias) % 16 == 0 && starts_aligned(p.grad_out, 1) &&
+  return aligned_rows(p.bias, 0, 0, p.bias_dtype) && starts_aligned(p.grad_out, 1) &&
          starts_aligned(p.x, kWidth) && starts_aligned(p.y, 1) &&
          starts_aligned(p.out, Function::kBackward ? kWidth : 1) && starts_aligned(p.out_y, 1);
 }
@@ -368,16 +369,15 @@ gpuError launch_sum(const Elementwise& p, int device, DType dtype, gpuStream str
                       : policy.vectors == 1
                           ? &activation_sum_kernel<T, Function, 1, true>
                           : &activation_sum_kernel<T, Function, kMostSumVectors, true>;
-  gpuError error = gpu_launch(kernel, grid, block, 0, 1, stream, p, policy);
+  const gpuError error = gpu_launch(kernel, grid, block, 0, 1, stream, p, policy);
   if (error != gpuSuccess) return error;
-  dispatch_activation_output(p.bias_dtype, p.bias_dtype, [&](auto tag, auto) {
+  return dispatch_dtype(p.bias_dtype, [&](auto tag) {
     using B = typename decltype(tag)::type;
-    error =
-        gpu_launch_after(&activation_bias_kernel<B>, dim3(ceil_div(p.dim, 32)), dim3(32, 32),
-                         stream, const_cast<const float*>(p.partials), static_cast<B*>(p.grad_bias),
-                         p.dim, static_cast<int>(policy.row_blocks));
+    return gpu_launch_after(&activation_bias_kernel<B>, dim3(ceil_div(p.dim, 32)), dim3(32, 32),
+                            stream, const_cast<const float*>(p.partials),
+                            static_cast<B*>(p.grad_bias), p.dim,
+                            static_cast<int>(policy.row_blocks));
   });
-  return error;
 }
 
 // Formulas with their activation, before the type of the elements is known.
@@ -402,24 +402,26 @@ struct ClampedGating {
 };
 
 template <bool kHasY, typename F>
-void dispatch_adding(Activation activation, F&& f) {
+bool dispatch_adding(Activation activation, F&& f) {
   const std::false_type apart;
   switch (activation) {
-    case Activation::none: f(Adding<Activation::none, kHasY>{}, apart); return;
-    case Activation::relu: f(Adding<Activation::relu, kHasY>{}, apart); return;
-    case Activation::sigmoid: f(Adding<Activation::sigmoid, kHasY>{}, apart); return;
-    case Activation::tanh: f(Adding<Activation::tanh, kHasY>{}, apart); return;
-    case Activation::gelu: f(Adding<Activation::gelu, kHasY>{}, apart); return;
-    case Activation::gelu_tanh: f(Adding<Activation::gelu_tanh, kHasY>{}, apart); return;
-    case Activation::gelu_quick: f(Adding<Activation::gelu_quick, kHasY>{}, apart); return;
-    case Activation::silu: f(Adding<Activation::silu, kHasY>{}, apart); return;
-    case Activation::relu2: f(Adding<Activation::relu2, kHasY>{}, apart); return;
+    case Activation::none: f(Adding<Activation::none, kHasY>{}, apart); return true;
+    case Activation::relu: f(Adding<Activation::relu, kHasY>{}, apart); return true;
+    case Activation::sigmoid: f(Adding<Activation::sigmoid, kHasY>{}, apart); return true;
+    case Activation::tanh: f(Adding<Activation::tanh, kHasY>{}, apart); return true;
+    case Activation::gelu: f(Adding<Activation::gelu, kHasY>{}, apart); return true;
+    case Activation::gelu_tanh: f(Adding<Activation::gelu_tanh, kHasY>{}, apart); return true;
+    case Activation::gelu_quick: f(Adding<Activation::gelu_quick, kHasY>{}, apart); return true;
+    case Activation::silu: f(Adding<Activation::silu, kHasY>{}, apart); return true;
+    case Activation::relu2: f(Adding<Activation::relu2, kHasY>{}, apart); return true;
   }
+  return false;
 }
 
 // f(Adding<...>{} and so on, whether gate and value take turns). False where there is no kernel.
 template <typename F>
-bool dispatch_formula(Formula formula, Activation activation, bool has_y, bool interleaved, F&& f) {
+[[nodiscard]] bool dispatch_formula(Formula formula, Activation activation, bool has_y,
+                                    bool interleaved, F&& f) {
   const std::false_type apart;
   if (formula == Formula::clamped_gate) {
     interleaved ? f(ClampedGating{}, std::true_type{}) : f(ClampedGating{}, apart);
@@ -435,8 +437,7 @@ bool dispatch_formula(Formula formula, Activation activation, bool has_y, bool i
       default: return false;
     }
   }
-  has_y ? dispatch_adding<true>(activation, f) : dispatch_adding<false>(activation, f);
-  return true;
+  return has_y ? dispatch_adding<true>(activation, f) : dispatch_adding<false>(activation, f);
 }
 
 }  // namespace
@@ -456,11 +457,11 @@ const char* activation_forward(const ActivationForward& p, int device, void* str
   gpuError error = gpuSuccess;
   const bool supported = dispatch_formula(
       p.formula, p.activation, p.y != nullptr, p.interleaved, [&](auto formula, auto interleaved) {
-        dispatch_activation_output(p.dtype, p.dtype, [&](auto tag, auto) {
+        error = dispatch_dtype(p.dtype, [&](auto tag) {
           using T = typename decltype(tag)::type;
           using F = typename decltype(formula)::template of<GpuMath<T>>;
-          error =
-              launch<T, Function<F, false, interleaved>>(e, device, static_cast<gpuStream>(stream));
+          return launch<T, Function<F, false, interleaved>>(e, device,
+                                                            static_cast<gpuStream>(stream));
         });
       });
   return supported ? message_of(error) : "unsupported activation";
@@ -490,17 +491,14 @@ const char* activation_backward(const ActivationBackward& p, int device, void* r
   const bool has_y = p.y != nullptr || p.grad_y != nullptr;
   const bool supported = dispatch_formula(
       p.formula, p.activation, has_y, p.interleaved, [&](auto formula, auto interleaved) {
-        dispatch_activation_output(p.dtype, p.dtype, [&](auto tag, auto) {
+        error = dispatch_dtype(p.dtype, [&](auto tag) {
           using T = typename decltype(tag)::type;
           using F =
               Function<typename decltype(formula)::template of<GpuMath<T>>, true, interleaved>;
           if constexpr (decltype(formula)::kMayHaveBias) {
-            if (p.grad_bias != nullptr) {
-              error = launch_sum<T, F>(e, device, p.dtype, stream);
-              return;
-            }
+            if (p.grad_bias != nullptr) return launch_sum<T, F>(e, device, p.dtype, stream);
           }
-          error = launch<T, F>(e, device, stream);
+          return launch<T, F>(e, device, stream);
         });
       });
   return supported ? message_of(error) : "unsupported activation";

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/alignment.h"
 #include "common/launch_policy.h"
 
 namespace fuselage {

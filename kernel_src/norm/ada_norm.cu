@@ -1092,30 +1092,6 @@ __global__ void __launch_bounds__(kAdaNormSumWidth* kAdaNormSumWidth)
 
 // ---- launchers ----
 
-// Whether every row of every tensor starts and ends on a 16-byte boundary.
-bool aligned_rows(const Modulation& m) {
-  return aligned_rows(m.data, m.data == nullptr ? 0 : m.stride, m.dtype);
-}
-
-bool is_aligned(const AdaNormForward& p) {
-  return p.dim * dtype_size(p.dtype) % 16 == 0 && aligned_rows(p.x, p.x_stride, p.dtype) &&
-         aligned_rows(p.residual, p.residual_stride, p.dtype) &&
-         aligned_rows(p.new_residual, 0, p.dtype) && aligned_rows(p.out, 0, p.dtype) &&
-         aligned_rows(p.gate) && aligned_rows(p.scale) && aligned_rows(p.shift) &&
-         aligned_rows(p.weight.data, 0, p.dtype) && aligned_rows(p.bias.data, 0, p.dtype);
-}
-
-bool is_aligned(const AdaNormBackward& p) {
-  return p.dim * dtype_size(p.dtype) % 16 == 0 &&
-         aligned_rows(p.grad_out, p.grad_out_stride, p.dtype) &&
-         aligned_rows(p.grad_new_residual, p.grad_new_residual_stride, p.dtype) &&
-         aligned_rows(p.s, p.s_stride, p.dtype) && aligned_rows(p.x, p.x_stride, p.dtype) &&
-         aligned_rows(p.gate) && aligned_rows(p.scale) && aligned_rows(p.weight.data, 0, p.dtype) &&
-         aligned_rows(p.bias.data, 0, p.dtype) && aligned_rows(p.grad_x, 0, p.dtype) &&
-         aligned_rows(p.grad_residual, 0, p.dtype) && aligned_rows(p.grad_gate, 0, p.dtype) &&
-         aligned_rows(p.grad_scale, 0, p.dtype) && aligned_rows(p.grad_shift, 0, p.dtype);
-}
-
 template <typename T, bool kResidual, bool kAligned>
 gpuError launch_forward(const AdaNormForward& p, float scale_offset, int device, gpuStream stream) {
   constexpr int kMost = ada_norm_vectors(kResidual);
@@ -1220,16 +1196,14 @@ const char* ada_norm_forward(const AdaNormForward& given, int device, void* raw_
     p.weight.data = p.bias.data = nullptr;
     if (p.scale.data != nullptr) scale_offset = 0.0f;
   }
-  gpuError error = gpuSuccess;
-  dispatch_activation_output(p.dtype, p.dtype, [&](auto tag, auto) {
+  return message_of(dispatch_dtype(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    error = with_bool(p.residual != nullptr, [&](auto residual) {
+    return with_bool(p.residual != nullptr, [&](auto residual) {
       return with_bool(is_aligned(p), [&](auto aligned) {
         return launch_forward<T, residual, aligned>(p, scale_offset, device, stream);
       });
     });
-  });
-  return message_of(error);
+  }));
 }
 
 int64_t ada_norm_backward_workspace(AdaNormBackward& p, int device) {
@@ -1245,13 +1219,12 @@ int64_t ada_norm_backward_workspace(AdaNormBackward& p, int device) {
 const char* ada_norm_backward(const AdaNormBackward& p, int device, void* raw_stream) {
   const gpuStream stream = static_cast<gpuStream>(raw_stream);
   const AdaNormBackwardPolicy policy = policy_of(p, device);
-  gpuError error = gpuSuccess;
-  dispatch_activation_output(p.dtype, p.dtype, [&](auto tag, auto) {
+  return message_of(dispatch_dtype(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    error = launch_backward<T>(p, policy, stream);
-    if (error == gpuSuccess && p.partials != nullptr) error = launch_backward_sums<T>(p, stream);
-  });
-  return message_of(error);
+    const gpuError error = launch_backward<T>(p, policy, stream);
+    if (error != gpuSuccess || p.partials == nullptr) return error;
+    return launch_backward_sums<T>(p, stream);
+  }));
 }
 
 }  // namespace gpu

@@ -4,10 +4,42 @@
 
 #include <algorithm>
 
+#include "common/alignment.h"
 #include "common/launch_policy.h"
 #include "norm/ada_norm.h"
 
 namespace fuselage {
+
+// Whether every row of every tensor starts and ends on a 16-byte boundary.
+inline bool is_aligned(const AdaNormForward& p) {
+  const auto rows = [&](const void* data, int64_t stride) {
+    return aligned_rows(data, stride, p.dim, p.dtype);
+  };
+  const auto modulation = [&](const Modulation& m) {
+    return aligned_rows(m.data, m.stride, p.dim, m.dtype);
+  };
+  return rows(p.x, p.x_stride) && rows(p.residual, p.residual_stride) &&
+         rows(p.new_residual, p.dim) && rows(p.out, p.dim) && modulation(p.gate) &&
+         modulation(p.scale) && modulation(p.shift) &&
+         aligned_rows(p.weight.data, 0, p.dim, p.weight.dtype) &&
+         aligned_rows(p.bias.data, 0, p.dim, p.bias.dtype);
+}
+
+inline bool is_aligned(const AdaNormBackward& p) {
+  const auto rows = [&](const void* data, int64_t stride) {
+    return aligned_rows(data, stride, p.dim, p.dtype);
+  };
+  const auto modulation = [&](const Modulation& m) {
+    return aligned_rows(m.data, m.stride, p.dim, m.dtype);
+  };
+  return rows(p.grad_out, p.grad_out_stride) &&
+         rows(p.grad_new_residual, p.grad_new_residual_stride) && rows(p.s, p.s_stride) &&
+         rows(p.x, p.x_stride) && modulation(p.gate) && modulation(p.scale) &&
+         aligned_rows(p.weight.data, 0, p.dim, p.weight.dtype) &&
+         aligned_rows(p.bias.data, 0, p.dim, p.bias.dtype) && rows(p.grad_x, p.dim) &&
+         rows(p.grad_residual, p.dim) && rows(p.grad_gate, p.dim) && rows(p.grad_scale, p.dim) &&
+         rows(p.grad_shift, p.dim);
+}
 
 constexpr int kAdaNormThreads = 512;  // of a block, at most
 
@@ -76,7 +108,7 @@ inline AdaNormBackwardPolicy ada_norm_backward_policy(const DeviceInfo& device, 
   RowPolicy& row = policy.row;
   const int64_t groups = p.rows / p.group_rows;
   const int64_t threads = ceil_div(p.dim, kAdaNormColumns);
-  const int shared_bytes = device.shared_bytes_per_block - 4096;  // less the kernel's own arrays
+  const int shared_bytes = device.max_shared_memory - 4096;  // less the kernel's own arrays
   const int bytes_per_thread = tensors * kAdaNormColumns * dtype_size(p.dtype);  // of a stage
   const int factor_bytes = kAdaNormColumns * static_cast<int>(sizeof(float));    // of a thread
   // Where shared memory is small, blocks have fewer threads.

@@ -772,37 +772,21 @@ __global__ void __launch_bounds__(1024) poly_norm_backward_weight_kernel(const P
 
 // ---- launchers ----
 
-// Whether every row of every tensor starts and ends on a 16-byte boundary.
-bool is_aligned(const PolyNormForward& p) {
-  return aligned_rows(p.out, p.dim, p.dtype) && aligned_rows(p.x, p.x_stride, p.dtype) &&
-         aligned_rows(p.mul, p.mul_stride, p.dtype);
-}
-
-bool is_aligned(const PolyNormBackward& p) {
-  return p.dim * dtype_size(p.dtype) % 16 == 0 &&
-         aligned_rows(p.grad_out, p.grad_out_stride, p.dtype) &&
-         aligned_rows(p.x, p.x_stride, p.dtype) && aligned_rows(p.mul, p.mul_stride, p.dtype) &&
-         aligned_rows(p.grad_x, p.grad_x_stride, p.dtype) &&
-         aligned_rows(p.grad_mul, p.grad_mul_stride, p.dtype);
-}
-
 template <Form kForm>
 using FormTag = std::integral_constant<Form, kForm>;
 
 // f(type of the elements, form, aligned) for what is in the params.
 template <typename Params, typename F>
 gpuError dispatch(const Params& p, F&& f) {
-  gpuError error = gpuSuccess;
   const auto with_form = [&](auto tag, auto aligned) {
     using T = typename decltype(tag)::type;
     if (p.mul == nullptr) return f(TypeTag<T>{}, FormTag<Form::plain>{}, aligned);
     if (p.offs == nullptr) return f(TypeTag<T>{}, FormTag<Form::mul>{}, aligned);
     return f(TypeTag<T>{}, FormTag<Form::grouped>{}, aligned);
   };
-  dispatch_activation_output(p.dtype, p.dtype, [&](auto tag, auto) {
-    error = is_aligned(p) ? with_form(tag, std::true_type{}) : with_form(tag, std::false_type{});
+  return dispatch_dtype(p.dtype, [&](auto tag) {
+    return with_bool(is_aligned(p), [&](auto aligned) { return with_form(tag, aligned); });
   });
-  return error;
 }
 
 // launch(vectors, rows, long) with the template arguments of a kernel for this policy. Unaligned rows always
@@ -816,7 +800,7 @@ gpuError with_row_kernel(const RowPolicy& policy, bool is_long, F&& launch) {
       if (!is_long) return launch(vectors, rows, std::false_type{});
     }
     if constexpr (kMayBeLong) return launch(vectors, rows, std::true_type{});
-    return gpuSuccess;  // not reached: short rows are not long
+    return gpuErrorInvalidValue;  // not reached: short rows are not long
   };
   using std::integral_constant;
   if constexpr (kForm != Form::grouped) {

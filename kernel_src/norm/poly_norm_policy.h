@@ -3,10 +3,26 @@
 
 #include <algorithm>
 
+#include "common/alignment.h"
 #include "common/launch_policy.h"
 #include "norm/poly_norm.h"
 
 namespace fuselage {
+
+// Whether every row of every tensor starts and ends on a 16-byte boundary.
+inline bool is_aligned(const PolyNormForward& p) {
+  return aligned_rows(p.out, p.dim, p.dim, p.dtype) &&
+         aligned_rows(p.x, p.x_stride, p.dim, p.dtype) &&
+         aligned_rows(p.mul, p.mul_stride, p.dim, p.dtype);
+}
+
+inline bool is_aligned(const PolyNormBackward& p) {
+  return aligned_rows(p.grad_out, p.grad_out_stride, p.dim, p.dtype) &&
+         aligned_rows(p.x, p.x_stride, p.dim, p.dtype) &&
+         aligned_rows(p.mul, p.mul_stride, p.dim, p.dtype) &&
+         aligned_rows(p.grad_x, p.grad_x_stride, p.dim, p.dtype) &&
+         aligned_rows(p.grad_mul, p.grad_mul_stride, p.dim, p.dtype);
+}
 
 constexpr int kPolyNormVectors = 4;        // of a row in a thread, at most
 constexpr int kPolyNormLongThreads = 512;  // of a block, at most

@@ -181,12 +181,14 @@ __global__ void __launch_bounds__(kAligned && !kResidual ? 576 : kMaxThreads,
   Vector<T, N> s[kRows][kVectors], residuals[kResidualRows][kVectors], weights[kVectors];
   const int columns = min(dim - slice_start, slice);
   const int row_bytes = staged_bytes(columns, sizeof(O) > sizeof(T) ? sizeof(O) : sizeof(T));
+  const int residual_row_bytes = staged_bytes(columns, sizeof(T));
   char* memory = reinterpret_cast<char*>(dynamic_memory);
   const auto staged_rows = [&](auto* tensor, int64_t stride, int index) {
     return StagedRows<std::remove_pointer_t<decltype(tensor)>>(
         memory + index * static_cast<int>(blockDim.y) * row_bytes,
         tensor + block_row * stride + slice_start, stride, columns,
-        static_cast<int>(min(p.rows - block_row, int64_t{blockDim.y})), row_bytes);
+        static_cast<int>(min(p.rows - block_row, int64_t{blockDim.y})),
+        index == 0 ? row_bytes : residual_row_bytes);
   };
   if constexpr (kAligned) {
 #pragma unroll
@@ -901,60 +903,40 @@ __global__ void __launch_bounds__(kWeightThreads)
 
 // ---- launchers ----
 
-// Whether every row of every tensor starts and ends on a 16-byte boundary (of x, where types differ).
-bool is_aligned(const RmsNormForward& p) {
-  return p.dim * dtype_size(p.x_dtype) % 16 == 0 && aligned_rows(p.x, p.x_stride, p.x_dtype) &&
-         aligned_rows(p.residual, p.residual_stride, p.x_dtype) &&
-         aligned_rows(p.new_residual, p.new_residual_stride, p.x_dtype) &&
-         aligned_rows(p.out, p.out_stride, p.out_dtype) && aligned_rows(p.weight, 0, p.x_dtype);
-}
-
-bool is_aligned(const RmsNormBackward& p) {
-  return p.dim * dtype_size(p.x_dtype) % 16 == 0 && aligned_rows(p.x, p.x_stride, p.x_dtype) &&
-         aligned_rows(p.grad_out, p.grad_out_stride, p.out_dtype) &&
-         aligned_rows(p.grad_new_residual, p.grad_new_residual_stride, p.x_dtype) &&
-         aligned_rows(p.grad_x, p.dim, p.x_dtype) && aligned_rows(p.weight, 0, p.x_dtype);
-}
-
 BackwardPolicy policy_of(const RmsNormBackward& p, int device) {
-  return rms_norm_backward_policy(device_info(device), is_aligned(p), dtype_size(p.x_dtype),
-                                  dtype_size(p.out_dtype), p.grad_new_residual != nullptr, p.rows,
-                                  p.dim);
+  return rms_norm_backward_policy(device_info(device), is_aligned(p), p);
 }
 
 template <typename T, typename O, bool kResidual, bool kAligned>
 gpuError launch_forward(const RmsNormForward& p, int device, gpuStream stream) {
-  const RowPolicy policy =
-      rms_norm_forward_policy(device_info(device), kAligned, dtype_size(p.x_dtype), p.rows, p.dim);
+  const ForwardPolicy chosen = rms_norm_forward_policy(device_info(device), kAligned, p);
+  const RowPolicy& policy = chosen.row;
   if (policy.streamed) {
     return gpu_launch(&rms_norm_forward_streamed_kernel<T, O, kResidual, kAligned>, dim3(p.rows),
                       dim3(policy.threads_per_row), 0, 1, stream, p);
   }
-  const auto launch = [&](auto kernel, int shared_bytes) {
+  const auto launch = [&](auto kernel) {
     const int64_t rows_per_block = int64_t{policy.rows_per_block} * policy.rows_per_thread;
     const dim3 grid(ceil_div(p.rows, rows_per_block) * policy.cluster);
     const dim3 block(policy.threads_per_row, policy.rows_per_block);
-    return gpu_launch(kernel, grid, block, shared_bytes, policy.cluster, stream, p, policy.cluster);
+    return gpu_launch(kernel, grid, block, chosen.shared_bytes, policy.cluster, stream, p,
+                      policy.cluster);
   };
   if constexpr (kAligned) {
     switch (10 * policy.vectors + policy.rows_per_thread) {
-      case 11: return launch(&rms_norm_forward_kernel<T, O, 1, 1, kResidual, true, false>, 0);
-      case 14: return launch(&rms_norm_forward_kernel<T, O, 1, 4, kResidual, true, false>, 0);
-      case 21: return launch(&rms_norm_forward_kernel<T, O, 2, 1, kResidual, true, false>, 0);
-      case 22: return launch(&rms_norm_forward_kernel<T, O, 2, 2, kResidual, true, false>, 0);
+      case 11: return launch(&rms_norm_forward_kernel<T, O, 1, 1, kResidual, true, false>);
+      case 14: return launch(&rms_norm_forward_kernel<T, O, 1, 4, kResidual, true, false>);
+      case 21: return launch(&rms_norm_forward_kernel<T, O, 2, 1, kResidual, true, false>);
+      case 22: return launch(&rms_norm_forward_kernel<T, O, 2, 2, kResidual, true, false>);
     }
     return with_bool(policy.cluster > 1, [&](auto clusters) {
-      return launch(&rms_norm_forward_kernel<T, O, 4, 1, kResidual, true, clusters>, 0);
+      return launch(&rms_norm_forward_kernel<T, O, 4, 1, kResidual, true, clusters>);
     });
   } else {
-    const int columns = static_cast<int>(std::min<int64_t>(
-        p.dim, int64_t{policy.threads_per_row} * policy.vectors * (16 / sizeof(T))));
-    const int shared_bytes = (kResidual ? 2 : 1) * policy.rows_per_block *
-                             staged_bytes(columns, std::max(sizeof(T), sizeof(O)));
     if (policy.vectors == 1)
-      return launch(&rms_norm_forward_kernel<T, O, 1, 1, kResidual, false, false>, shared_bytes);
+      return launch(&rms_norm_forward_kernel<T, O, 1, 1, kResidual, false, false>);
     return with_bool(policy.cluster > 1, [&](auto clusters) {
-      return launch(&rms_norm_forward_kernel<T, O, 4, 1, kResidual, false, clusters>, shared_bytes);
+      return launch(&rms_norm_forward_kernel<T, O, 4, 1, kResidual, false, clusters>);
     });
   }
 }
@@ -995,17 +977,15 @@ gpuError launch_backward_streamed(const RmsNormBackward& p, const BackwardPolicy
 }
 
 gpuError launch_backward_weight(const RmsNormBackward& p, gpuStream stream) {
-  gpuError error = gpuSuccess;
-  dispatch_activation_output(p.weight_dtype, p.weight_dtype, [&](auto tag, auto) {
+  return dispatch_dtype(p.weight_dtype, [&](auto tag) {
     using W = typename decltype(tag)::type;
     // Four partials or more a thread, where there are enough.
     const int shares = static_cast<int>(
         std::clamp<int64_t>(next_power_of_two(ceil_div(p.partial_count, 4)), 1, kWarpSize));
     const int columns = kWeightThreads / shares;
-    error = gpu_launch_after(&rms_norm_backward_weight_kernel<W>, dim3(ceil_div(p.dim, columns)),
-                             dim3(columns, shares), stream, p);
+    return gpu_launch_after(&rms_norm_backward_weight_kernel<W>, dim3(ceil_div(p.dim, columns)),
+                            dim3(columns, shares), stream, p);
   });
-  return error;
 }
 
 }  // namespace

@@ -3,11 +3,28 @@
 
 #include <algorithm>
 
+#include "common/alignment.h"
 #include "common/launch_policy.h"
-#include "common/staged.h"
 #include "norm/rms_norm.h"
 
 namespace fuselage {
+
+// Whether every row of every tensor starts and ends on a 16-byte boundary.
+inline bool is_aligned(const RmsNormForward& p) {
+  return aligned_rows(p.x, p.x_stride, p.dim, p.x_dtype) &&
+         aligned_rows(p.residual, p.residual_stride, p.dim, p.x_dtype) &&
+         aligned_rows(p.new_residual, p.new_residual_stride, p.dim, p.x_dtype) &&
+         aligned_rows(p.out, p.out_stride, p.dim, p.out_dtype) &&
+         aligned_rows(p.weight, 0, p.dim, p.weight_dtype);
+}
+
+inline bool is_aligned(const RmsNormBackward& p) {
+  return aligned_rows(p.x, p.x_stride, p.dim, p.x_dtype) &&
+         aligned_rows(p.grad_out, p.grad_out_stride, p.dim, p.out_dtype) &&
+         aligned_rows(p.grad_new_residual, p.grad_new_residual_stride, p.dim, p.x_dtype) &&
+         aligned_rows(p.grad_x, p.dim, p.dim, p.x_dtype) &&
+         aligned_rows(p.weight, 0, p.dim, p.weight_dtype);
+}
 
 constexpr int kMaxThreads = 512;  // as the kernels' launch bounds
 
@@ -17,10 +34,25 @@ constexpr int64_t kForwardBlockVectors = 4 * kMaxThreads;
 // Threads for which a multiprocessor has registers in every forward kernel.
 constexpr int kResidentThreads = 1024;
 
+// Of the kernels' own arrays.
+constexpr int kForwardArrayBytes = 1024;
+
+// Of rows that are not aligned, x and residual pass through shared memory, and what is written after them.
+struct ForwardPolicy {
+  RowPolicy row;
+  int shared_bytes;  // dynamic shared memory of a block
+};
+
+// Shared memory of a row of so many columns: x and then out, residual and then new_residual.
+constexpr int forward_staged_bytes(int columns, int x_size, int out_size, bool residual) {
+  return staged_bytes(columns, x_size > out_size ? x_size : out_size) +
+         (residual ? staged_bytes(columns, x_size) : 0);
+}
+
 // How many vectors a thread has does not change the order of a row's sum (row_sum_of_vectors), so it may
 // depend on the number of rows.
-inline RowPolicy rms_norm_forward_policy(const DeviceInfo& device, bool aligned, int element_size,
-                                         int64_t rows, int64_t dim) {
+inline RowPolicy rms_norm_forward_rows(const DeviceInfo& device, bool aligned, int element_size,
+                                       int64_t rows, int64_t dim) {
   const int64_t count = ceil_div(dim, 16 / element_size);
   RowPolicy policy{4, 1, 0, 1, 1, false};
   if (count > kForwardBlockVectors)
@@ -59,6 +91,21 @@ inline RowPolicy rms_norm_forward_policy(const DeviceInfo& device, bool aligned,
   return policy;
 }
 
+inline ForwardPolicy rms_norm_forward_policy(const DeviceInfo& device, bool aligned,
+                                             const RmsNormForward& p) {
+  const int x_size = dtype_size(p.x_dtype);
+  ForwardPolicy policy{rms_norm_forward_rows(device, aligned, x_size, p.rows, p.dim), 0};
+  if (aligned || policy.row.streamed) return policy;
+  const int64_t columns = int64_t{policy.row.threads_per_row} * policy.row.vectors * (16 / x_size);
+  policy.shared_bytes = policy.row.rows_per_block *
+                        forward_staged_bytes(static_cast<int>(std::min(p.dim, columns)), x_size,
+                                             dtype_size(p.out_dtype), p.residual != nullptr);
+  // Where shared memory is small, the longest rows do not fit.
+  if (policy.shared_bytes + kForwardArrayBytes > device.max_shared_memory)
+    policy = {{4, 1, kMaxThreads, 1, 1, true}, 0};
+  return policy;
+}
+
 // A thread of the backward accumulates the weight gradient of its columns in registers.
 constexpr int kBackwardThreads = 512;
 constexpr int kBackwardColumns = 32;
@@ -72,16 +119,18 @@ struct BackwardPolicy {
   int blocks;        // persistent blocks; each cluster of them leaves one row of weight partials
 };
 
-inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& device, bool aligned, int x_size,
-                                               int out_size, bool has_grad_new_residual,
-                                               int64_t rows, int64_t dim) {
+inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& device, bool aligned,
+                                               const RmsNormBackward& p) {
+  const int x_size = dtype_size(p.x_dtype), out_size = dtype_size(p.out_dtype);
+  const bool has_grad_new_residual = p.grad_new_residual != nullptr;
+  const int64_t rows = p.rows, dim = p.dim;
   BackwardPolicy policy{};
   RowPolicy& row = policy.row;
   row = {1, 1, kMaxThreads, 1, 1, false};  // if it is streamed
   const int vector_size = 16 / x_size;
   // Less the kernel's own arrays, and rstd of each thread's rows.
   const int rstd_bytes = kBackwardThreads * static_cast<int>(sizeof(float));
-  const int shared_bytes = device.shared_bytes_per_block - 1024 - kMaxStages * rstd_bytes;
+  const int shared_bytes = device.max_shared_memory - 1024 - kMaxStages * rstd_bytes;
   const int x_reads = has_grad_new_residual ? 2 : 1;
   // Bytes of one stage of `rows` rows of `threads` * `vectors` vectors. Aligned stages have room for
   // all threads a block may have.
@@ -139,8 +188,8 @@ inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& device, bool al
   };
   const int64_t turns =
       ceil_div(rows * row.cluster, int64_t{device.multiprocessors} * row.rows_per_block);
-  policy.bulk = aligned && device.compute_capability >= 90 && row.threads_per_row > kWarpSize &&
-                turns > 2 && 2 * bulk_bytes_of(1) <= shared_bytes;
+  policy.bulk = aligned && device.has_bulk_copy && row.threads_per_row > kWarpSize && turns > 2 &&
+                2 * bulk_bytes_of(1) <= shared_bytes;
   while (policy.bulk && 2 * bulk_bytes_of(row.rows_per_block) > shared_bytes) --row.rows_per_block;
   const int stage_bytes =
       policy.bulk ? bulk_bytes_of(row.rows_per_block)
@@ -168,7 +217,7 @@ inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& device, bool al
       std::max(policy.stages * (stage_bytes + rstd_bytes) + out_bytes, weight_bytes);
   const int64_t row_blocks = ceil_div(rows, row.rows_per_block);
   policy.blocks = static_cast<int>(std::min<int64_t>(
-      row_blocks * row.cluster, device.multiprocessors / row.cluster * row.cluster));
+      row_blocks * row.cluster, std::max(device.multiprocessors / row.cluster, 1) * row.cluster));
   return policy;
 }
 

@@ -441,31 +441,9 @@ __global__ void __launch_bounds__(kWeightColumns* kWeightShares)
   }
 }
 
-// ---- launchers ----
-
-bool is_aligned(const QkNormRotary& p, int vector) {
-  const auto side = [&](const QkNormRotarySide& s) {
-    return s.heads == 0 || (aligned_heads(s.x, p.shape.dtype, vector) &&
-                            aligned_heads(s.out, p.shape.dtype, vector) &&
-                            aligned_rows(s.weight, 0, s.weight_dtype));
-  };
-  return aligned_shape(p.shape, vector) && aligned_table(p.table, kRotaryVector) && side(p.q) &&
-         side(p.k);
-}
-
-bool is_aligned(const QkNormRotaryBackward& p, int vector) {
-  const auto side = [&](const QkNormRotaryBackwardSide& s) {
-    return s.heads == 0 || (aligned_heads(s.x, p.shape.dtype, vector) &&
-                            aligned_heads(s.grad_out, p.shape.dtype, vector) &&
-                            aligned_heads(s.grad_x, p.shape.dtype, vector) &&
-                            aligned_rows(s.weight, 0, s.weight_dtype));
-  };
-  const int table_vector = std::min(vector, static_cast<int>(16 / dtype_size(p.table.dtype)));
-  return aligned_shape(p.shape, vector) && aligned_table(p.table, table_vector) && side(p.q) &&
-         side(p.k);
-}
-
 }  // namespace
+
+// ---- launchers ----
 
 namespace gpu {
 
@@ -505,8 +483,7 @@ const char* qk_norm_rotary_backward(const QkNormRotaryBackward& p, int device, v
   const QkNormBackwardPolicy policy =
       qk_norm_backward_policy(device_info(device), p.shape, p.q.heads, p.k.heads);
   const bool weights = p.q.grad_weight != nullptr || p.k.grad_weight != nullptr;
-  const int shared_bytes =
-      weights ? policy.row.rows_per_block * static_cast<int>(p.shape.dim * sizeof(float)) : 0;
+  const int shared_bytes = weights ? policy.weight_bytes : 0;
   const bool aligned = is_aligned(p, policy.row.vector);
   const char* error = dispatch_heads(p.shape, aligned, [&](auto tag, auto pairs, auto is_aligned) {
     using T = typename decltype(tag)::type;

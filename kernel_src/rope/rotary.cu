@@ -69,17 +69,9 @@ __global__ void __launch_bounds__(kRotaryThreads, kAligned ? 3 : 1)
   }
 }
 
-// ---- launchers ----
-
-bool is_aligned(const Rotary& p, int vector) {
-  const auto side = [&](const RotarySide& s) {
-    return s.heads == 0 || (aligned_heads(s.x, p.shape.dtype, vector) &&
-                            aligned_heads(s.out, p.shape.dtype, vector));
-  };
-  return aligned_shape(p.shape, vector) && aligned_table(p.table, vector) && side(p.q) && side(p.k);
-}
-
 }  // namespace
+
+// ---- launchers ----
 
 namespace gpu {
 

@@ -262,45 +262,17 @@ __device__ __forceinline__ bool is_interleaved(const RotaryShape& shape) {
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
 
-// Whether every head, and every half of one, starts and ends on the boundary of a vector of so many elements.
-inline bool aligned_shape(const RotaryShape& shape, int vector) {
-  return shape.dim % vector == 0 &&
-         (shape.interleaved ? shape.rotary_dim : shape.rotary_dim / 2) % vector == 0;
-}
-
-inline bool aligned_heads(const Heads& heads, DType dtype, int vector) {
-  const int64_t bytes = vector * dtype_size(dtype);
-  return aligned_rows(heads.data, heads.batch_stride, dtype, bytes) &&
-         aligned_rows(heads.data, heads.token_stride, dtype, bytes) &&
-         aligned_rows(heads.data, heads.head_stride, dtype, bytes);
-}
-
-// Tables are read in vectors of so many elements, whatever those of the heads are.
-inline bool aligned_table(const RotaryTable& table, int vector) {
-  const int64_t bytes = vector * dtype_size(table.dtype);
-  return aligned_rows(table.cos, table.cos_stride, table.dtype, bytes) &&
-         aligned_rows(table.cos, table.cos_batch_stride, table.dtype, bytes) &&
-         aligned_rows(table.sin, table.sin_stride, table.dtype, bytes) &&
-         aligned_rows(table.sin, table.sin_batch_stride, table.dtype, bytes);
-}
-
 template <Pairs kPairs>
 using PairsTag = std::integral_constant<Pairs, kPairs>;
 
 // run(TypeTag<T>, PairsTag, aligned) for the type and the layout of the heads. Null, or what is wrong.
 template <typename F>
 inline const char* dispatch_heads(const RotaryShape& shape, bool aligned, F&& run) {
-  gpuError error = gpuSuccess;
-  const bool supported = dispatch_activation_output(shape.dtype, shape.dtype, [&](auto tag, auto) {
-    if (!aligned) {
-      error = run(tag, PairsTag<Pairs::any>{}, std::false_type{});
-    } else if (shape.interleaved) {
-      error = run(tag, PairsTag<Pairs::interleaved>{}, std::true_type{});
-    } else {
-      error = run(tag, PairsTag<Pairs::halves>{}, std::true_type{});
-    }
-  });
-  return supported ? message_of(error) : "unsupported element types";
+  return message_of(dispatch_dtype(shape.dtype, [&](auto tag) {
+    if (!aligned) return run(tag, PairsTag<Pairs::any>{}, std::false_type{});
+    if (shape.interleaved) return run(tag, PairsTag<Pairs::interleaved>{}, std::true_type{});
+    return run(tag, PairsTag<Pairs::halves>{}, std::true_type{});
+  }));
 }
 
 #endif

@@ -3,10 +3,43 @@
 
 #include <algorithm>
 
+#include "common/alignment.h"
 #include "common/launch_policy.h"
 #include "rope/rotary.h"
 
 namespace fuselage {
+
+// Whether every head, and every half of one, starts and ends on the boundary of a vector of so many elements.
+inline bool aligned_shape(const RotaryShape& shape, int vector) {
+  return shape.dim % vector == 0 &&
+         (shape.interleaved ? shape.rotary_dim : shape.rotary_dim / 2) % vector == 0;
+}
+
+inline bool aligned_heads(const Heads& heads, const RotaryShape& shape, int vector) {
+  const int64_t bytes = vector * dtype_size(shape.dtype);
+  for (const int64_t stride : {heads.batch_stride, heads.token_stride, heads.head_stride}) {
+    if (!aligned_rows(heads.data, stride, shape.dim, shape.dtype, bytes)) return false;
+  }
+  return true;
+}
+
+// Tables are read in vectors of so many elements, whatever those of the heads are. Their rows end where the
+// rotated part of a head does.
+inline bool aligned_table(const RotaryTable& table, int vector) {
+  const int64_t bytes = vector * dtype_size(table.dtype);
+  return aligned_rows(table.cos, table.cos_stride, 0, table.dtype, bytes) &&
+         aligned_rows(table.cos, table.cos_batch_stride, 0, table.dtype, bytes) &&
+         aligned_rows(table.sin, table.sin_stride, 0, table.dtype, bytes) &&
+         aligned_rows(table.sin, table.sin_batch_stride, 0, table.dtype, bytes);
+}
+
+inline bool is_aligned(const Rotary& p, int vector) {
+  const auto side = [&](const RotarySide& s) {
+    return s.heads == 0 ||
+           (aligned_heads(s.x, p.shape, vector) && aligned_heads(s.out, p.shape, vector));
+  };
+  return aligned_shape(p.shape, vector) && aligned_table(p.table, vector) && side(p.q) && side(p.k);
+}
 
 // Elements of a vector of apply_rotary, of any type. More of a half type would be fewer instructions, but the cos
 // and sin of a pair of vectors are four times as many floats: registers are what limits the bytes under way.
@@ -92,6 +125,28 @@ inline RotaryPolicy rotary_policy(const DeviceInfo& device, const RotaryShape& s
   return policy;
 }
 
+inline bool is_aligned(const QkNormRotary& p, int vector) {
+  const auto side = [&](const QkNormRotarySide& s) {
+    return s.heads == 0 ||
+           (aligned_heads(s.x, p.shape, vector) && aligned_heads(s.out, p.shape, vector) &&
+            aligned_rows(s.weight, 0, 0, s.weight_dtype));
+  };
+  return aligned_shape(p.shape, vector) && aligned_table(p.table, kRotaryVector) && side(p.q) &&
+         side(p.k);
+}
+
+inline bool is_aligned(const QkNormRotaryBackward& p, int vector) {
+  const auto side = [&](const QkNormRotaryBackwardSide& s) {
+    return s.heads == 0 ||
+           (aligned_heads(s.x, p.shape, vector) && aligned_heads(s.grad_out, p.shape, vector) &&
+            aligned_heads(s.grad_x, p.shape, vector) &&
+            aligned_rows(s.weight, 0, 0, s.weight_dtype));
+  };
+  const int table_vector = std::min(vector, 16 / dtype_size(p.table.dtype));
+  return aligned_shape(p.shape, vector) && aligned_table(p.table, table_vector) && side(p.q) &&
+         side(p.k);
+}
+
 // qk_norm_rotary: the threads of a row hold one item each, of several heads of a token at once or of one.
 constexpr int kQkNormThreads = 256;  // as the kernels' launch bounds
 constexpr int kQkNormHeads = 4;      // in the forward
@@ -172,6 +227,7 @@ struct QkNormBackwardPolicy {
   int heads_per_turn;  // of a row, at once
   int q_unit, k_unit;  // heads of a token that a row takes
   int blocks;          // persistent; each leaves one row of partials
+  int weight_bytes;    // shared memory of the weight gradients of a block's rows
 };
 
 inline QkNormBackwardPolicy qk_norm_backward_policy(const DeviceInfo& device,
@@ -205,6 +261,8 @@ inline QkNormBackwardPolicy qk_norm_backward_policy(const DeviceInfo& device,
       std::max(ceil_div(q_heads, policy.q_unit), ceil_div(k_heads, policy.k_unit));
   policy.blocks = static_cast<int>(
       std::clamp<int64_t>(ceil_div(tokens * units, policy.row.rows_per_block), 1, most_blocks));
+  policy.weight_bytes =
+      policy.row.rows_per_block * static_cast<int>(shape.dim) * static_cast<int>(sizeof(float));
   return policy;
 }
 

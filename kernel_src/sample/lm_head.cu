@@ -755,9 +755,7 @@ gpuError launch_plain(const LmHead& p, const HeadOutput& out, gpuStream stream) 
 #if !defined(USE_ROCM)
 template <typename T, bool kNarrow>
 gpuError launch_tensor_cores(const LmHead& p, const HeadOutput& out, gpuStream stream) {
-  // Of float8, half as many bytes: twice the alignment of the same numbers in a half type.
-  const bool aligned = aligned_rows(p.weight, p.weight_stride, p.dtype, kNarrow ? 32 : 16) &&
-                       aligned_rows(p.hidden, p.hidden_stride, p.dtype);
+  const bool aligned = has_aligned_chunks(p);
   // Rows that are not aligned are read by the word, whatever the tile: two sizes do.
   const int fitting = head_columns(p.batch, kNarrow);
   const HeadTile tile = head_tile(aligned ? fitting : fitting <= 16 ? 16 : 64, kNarrow);
@@ -782,8 +780,7 @@ gpuError launch_tensor_cores(const LmHead& p, const HeadOutput& out, gpuStream s
 }
 
 gpuError launch_float(const LmHead& p, const HeadOutput& out, gpuStream stream) {
-  const bool aligned = aligned_rows(p.weight, p.weight_stride, p.dtype) &&
-                       aligned_rows(p.hidden, p.hidden_stride, p.dtype);
+  const bool aligned = has_aligned_chunks(p);
   const FloatTile tile = float_tile(float_columns(p.batch));
   const int batch_tiles = static_cast<int>(ceil_div(p.batch, tile.columns));
   return gpu_launch(tile.columns == 16 ? &float_head_kernel<16> : &float_head_kernel<64>,
@@ -812,7 +809,13 @@ gpuError launch_half(const LmHead& p, const HeadOutput& out, gpuStream stream) {
 #endif
 }
 
-const char* launch_head(const LmHead& p, const HeadOutput& out, gpuStream stream) {
+const char* launch_head(const LmHead& p, const HeadOutput& out, int device, gpuStream stream) {
+#if !defined(USE_ROCM)
+  const bool narrow = p.weight_type == WeightType::float8_e4m3;
+  const bool is_plain = p.dtype == DType::float32 && narrow;  // of the forms that are compiled here
+  if (!is_plain && head_form(device_info(device), p) == HeadForm::plain)
+    return "this GPU has no asynchronous copies or no tensor cores for half precision";
+#endif
   if (tiles_of(p) * ceil_div(p.batch, kPlainColumns) >= int64_t{1} << 31)
     return "the batch has too many rows for one launch";
   switch (p.dtype) {
@@ -843,7 +846,7 @@ const char* lm_head_logits(const LmHead& p, const HeadLogits& out, void* workspa
   HeadOutput output{};
   output.stride = out.stride;
   output.logits = out.logits;
-  return launch_head(p, output, static_cast<gpuStream>(stream));
+  return launch_head(p, output, device, static_cast<gpuStream>(stream));
 }
 
 int64_t lm_head_sample_workspace(const LmHeadSample& p, int device) {
@@ -873,7 +876,7 @@ const char* lm_head_sample(const LmHeadSample& p, int device, void* stream) {
           gpu_clear(out.floors, slots * sizeof(uint32_t), static_cast<gpuStream>(stream)));
       if (error != nullptr) return error;
     }
-    const char* error = launch_head(p.head, out, static_cast<gpuStream>(stream));
+    const char* error = launch_head(p.head, out, device, static_cast<gpuStream>(stream));
     if (error != nullptr) return error;
   }
   return message_of(draw_finish(p.draws, p.results, nullptr, out.candidates, out.tiles,

@@ -80,7 +80,7 @@ static_assert(3 * registers_of(3).multiplying + registers_of(3).others == 4 * 12
               "of 65536 for 512 threads");
 constexpr int kQueue = 136;  // entries of a warp; a turn adds up to 128
 constexpr int kQueueBytes = kQueue * 8 + 4;
-constexpr int kMostShared = 227 * 1024;
+constexpr int kMostShared = kWgmmaSharedBytes;
 
 // Of one column: what its noise is made with, and what its scores have to beat.
 struct Columns {
@@ -1405,7 +1405,7 @@ int64_t hidden_tiles_bytes(const LmHead& head, int columns) {
 }
 
 int blocks_for(const DeviceInfo& device, int64_t units, int cluster) {
-  const int64_t clusters = std::min<int64_t>(device.multiprocessors / cluster,
+  const int64_t clusters = std::min<int64_t>(std::max(device.multiprocessors / cluster, 1),
                                              std::max<int64_t>(ceil_div(units, cluster), 1));
   return static_cast<int>(clusters) * cluster;
 }
@@ -1440,7 +1440,7 @@ const char* launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles, int bloc
     return "cuTensorMapEncodeTiled failed";
   }
   const auto kernel = lm_head_kernel<T, kColumns, kCluster, kNarrow>;
-  gpuError error = gpu_allow_shared_bytes(kernel, kShared);
+  gpuError error = gpu_allow_shared_memory(reinterpret_cast<const void*>(kernel));
   if (error != gpuSuccess) return message_of(gpu_launched(error));
   // They are for the tiles after the first ones.
   p.finds_floors = p.out.strips.floors != nullptr && p.tiles > blocks;
@@ -1562,17 +1562,7 @@ int64_t candidates_of(const LmHeadSample& p, int device) {
 }  // namespace
 
 bool lm_head_sm90_serves(const LmHead& p, int device) {
-  const bool narrow = is_narrow(p);
-  // Rows that the copy engine takes start on 16 bytes. Float8: hidden is put into tiles, and may lie anywhere.
-  const auto in_place = [](const void* data, int64_t stride, int64_t rows, int in_16_bytes) {
-    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && (rows <= 1 || stride % in_16_bytes == 0);
-  };
-  return device_info(device).compute_capability == 90 && p.dtype != DType::float32 &&
-         (narrow || p.weight_scale == nullptr) && p.dim >= 1 && p.dim < (int64_t{1} << 24) &&
-         p.vocab >= 1 && p.batch >= 1 && p.vocab < (int64_t{1} << 31) - 1024 &&
-         p.batch < (int64_t{1} << 31) - 1024 &&
-         (narrow || in_place(p.hidden, p.hidden_stride, p.batch, 8)) &&
-         in_place(p.weight, p.weight_stride, p.vocab, narrow ? 16 : 8) && encode_tiled() != nullptr;
+  return has_wgmma_form(device_info(device), p) && encode_tiled() != nullptr;
 }
 
 bool lm_head_sm90_serves(const LmHeadSample& p, int device) {

@@ -2,6 +2,7 @@
 // on any of it.
 #pragma once
 
+#include "common/alignment.h"
 #include "common/launch_policy.h"
 #include "sample/sample.h"
 
@@ -45,20 +46,16 @@ struct ClusterPolicy {
 };
 
 inline ClusterPolicy cluster_policy(const DeviceInfo& device, int64_t batch, int64_t vocab) {
-#if defined(USE_ROCM)
-  return {};
-#else
   constexpr int64_t kMostRows = ((int64_t{1} << 31) - 1) / kMaxCluster;
-  if (device.compute_capability < 90 || vocab == 0 || batch > kMostRows) return {};
+  if (!device.has_clusters || vocab == 0 || batch > kMostRows) return {};
   ClusterPolicy policy{};
   policy.blocks = cluster_for(device, vocab, kClusterWanted);
   policy.part = ceil_div(ceil_div(vocab, policy.blocks), 32) * 32;  // words of a bitmask
   policy.clusters =
       std::max<int64_t>(kClusterBlocks * int64_t{device.multiprocessors} / policy.blocks, 1);
   const int64_t most =
-      (device.shared_bytes_per_block - kClusterFixedBytes) / static_cast<int64_t>(sizeof(float));
+      (device.max_shared_memory - kClusterFixedBytes) / static_cast<int64_t>(sizeof(float));
   return policy.part <= most ? policy : ClusterPolicy{};
-#endif
 }
 
 constexpr int kFinishThreads = 128;
@@ -112,5 +109,42 @@ constexpr int kPlainThreads = 256;
 constexpr int kPlainRows = 128;
 constexpr int kPlainColumns = 16;
 constexpr int kPlainStep = 16;
+
+// Who multiplies: threads (in the plain form), threads of float32 alone, tensor cores of a warp, or of a warpgroup.
+enum class HeadForm { plain, floats, mma, wgmma };
+
+constexpr int kWgmmaSharedBytes = 227 * 1024;  // of a block of the wgmma form
+
+// Whether the wgmma form serves. It needs rows that the copy engine can take: they start on 16 bytes. (Their ends
+// are cut short by it.) Of float8, hidden is put into tiles first, and may lie anywhere.
+inline bool has_wgmma_form(const DeviceInfo& device, const LmHead& p) {
+  const bool narrow = p.weight_type == WeightType::float8_e4m3;
+  constexpr int64_t kMost = (int64_t{1} << 31) - 1024;
+  const auto in_place = [](const void* data, int64_t stride, int64_t rows, int element_size) {
+    return aligned_rows(data, rows <= 1 ? 0 : stride, 0, element_size);
+  };
+  return device.tensor_cores == TensorCores::wgmma && device.has_clusters && device.has_bulk_copy &&
+         device.max_shared_memory >= kWgmmaSharedBytes && p.dtype != DType::float32 &&
+         (narrow || p.weight_scale == nullptr) && p.dim >= 1 && p.dim < (int64_t{1} << 24) &&
+         p.vocab >= 1 && p.batch >= 1 && p.vocab < kMost && p.batch < kMost &&
+         (narrow || in_place(p.hidden, p.hidden_stride, p.batch, 2)) &&
+         in_place(p.weight, p.weight_stride, p.vocab, narrow ? 1 : 2);
+}
+
+// What serves where that does not.
+inline HeadForm head_form(const DeviceInfo& device, const LmHead& p) {
+  const bool narrow = p.weight_type == WeightType::float8_e4m3;
+  if (!device.has_async_copy || device.max_shared_memory < kHeadSharedBytes) return HeadForm::plain;
+  if (p.dtype == DType::float32) return narrow ? HeadForm::plain : HeadForm::floats;
+  return device.tensor_cores == TensorCores::none ? HeadForm::plain : HeadForm::mma;
+}
+
+// Whether all rows can be copied in chunks of 16 bytes; what ends within one is cut short.
+inline bool has_aligned_chunks(const LmHead& p) {
+  const int size = dtype_size(p.dtype);
+  const bool narrow = p.weight_type == WeightType::float8_e4m3;
+  return aligned_rows(p.weight, p.weight_stride, 0, narrow ? 1 : size) &&
+         aligned_rows(p.hidden, p.hidden_stride, 0, size);
+}
 
 }  // namespace fuselage

@@ -1,0 +1,574 @@
+// Sweeps every launch policy of the GPU kernels over made-up devices and prints what a GPU would refuse or a kernel
+// not stand. Plain C++, built and run by test_policies.py. A line for each family and device:
+//   <family>|<device>|<cases>|<violations>|<the first of them>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "gate/activation_policy.h"
+#include "norm/ada_norm_policy.h"
+#include "norm/poly_norm_policy.h"
+#include "norm/rms_norm_policy.h"
+#include "rope/rotary_policy.h"
+#include "sample/sample_policy.h"
+
+namespace {
+
+using namespace fuselage;
+
+struct Device {
+  const char* name;
+  DeviceInfo info;
+};
+
+constexpr int kKB = 1024;
+
+const Device kDevices[] = {
+    {"T4", nvidia_device(7, 5, 40, 64 * kKB)},
+    {"A100", nvidia_device(8, 0, 108, 163 * kKB)},
+    {"RTX 3090", nvidia_device(8, 6, 82, 99 * kKB)},
+    {"L40S", nvidia_device(8, 9, 142, 99 * kKB)},
+    {"H100", nvidia_device(9, 0, 132, 227 * kKB)},
+    {"slice of an H100", nvidia_device(9, 0, 4, 227 * kKB)},
+    {"B200", nvidia_device(10, 0, 148, 227 * kKB)},
+    {"RTX 5090", nvidia_device(12, 0, 170, 99 * kKB)},
+    {"MI250X", amd_device(110, 64 * kKB, 64)},
+    {"MI300X", amd_device(304, 64 * kKB, 64)},
+};
+
+const int64_t kDims[] = {
+    1,     2,     3,     7,     8,     12,    17,     31,     64,           65,
+    96,    100,   128,   129,   256,   257,   300,    512,    520,          768,
+    1000,  1024,  1536,  2048,  2050,  2880,  4096,   4100,   4104,         5120,
+    5124,  7168,  8192,  8200,  11008, 12288, 14336,  16376,  16383,        16384,
+    16392, 18944, 28672, 32768, 53248, 65536, 131072, 262144, (1 << 20) + 3};
+const int64_t kRows[] = {1, 2, 3, 5, 16, 64, 131, 1000, 4096, 65536, (1 << 20) + 1};
+const DType kDTypes[] = {DType::float32, DType::float16, DType::bfloat16};
+
+// ---- what is found ----
+
+struct Report {
+  int64_t cases = 0, violations = 0;
+  std::string first, described;
+
+  void begin(const std::string& description) {
+    ++cases;
+    described = description;
+  }
+  void expect(bool holds, const char* what) {
+    if (holds) return;
+    if (violations++ == 0) first = std::string(what) + ": " + described;
+  }
+};
+
+// ---- tensors ----
+
+// A place in memory so many bytes off a 256-byte boundary.
+void* at(int offset = 0) { return reinterpret_cast<void*>(uintptr_t{1} << 20 | offset); }
+
+struct Rows {
+  const void* data;
+  int64_t stride, columns;
+  int element_size;
+};
+
+// NOTE: of what the hardware needs, and not by aligned_rows: this is what tests it.
+bool is_whole_16_bytes(const Rows& rows) {
+  if (rows.data == nullptr) return true;
+  for (int64_t row = 0; row < 3; ++row) {
+    const uint64_t start =
+        reinterpret_cast<uintptr_t>(rows.data) + uint64_t(row * rows.stride * rows.element_size);
+    if (start % 16 != 0 || (start + uint64_t(rows.columns * rows.element_size)) % 16 != 0)
+      return false;
+  }
+  return true;
+}
+
+void expect_aligned(Report& report, bool aligned, const std::vector<Rows>& tensors) {
+  bool all = true;
+  for (const Rows& rows : tensors) all &= is_whole_16_bytes(rows);
+  report.expect(!aligned || all, "a row that is not whole vectors is taken for one");
+  report.expect(aligned || !all, "whole vectors are not taken for such");
+}
+
+// ---- launches ----
+
+struct Launch {
+  int64_t grid_x, grid_y;
+  int threads_x, threads_y;
+  int64_t shared_bytes;  // dynamic and static
+  int cluster;
+};
+
+void expect_legal(Report& report, const DeviceInfo& device, const Launch& launch, int max_threads) {
+  report.expect(launch.threads_x >= 1 && launch.threads_y >= 1 &&
+                    launch.threads_x * launch.threads_y <= max_threads,
+                "threads of a block");
+  report.expect(launch.grid_x >= 1 && launch.grid_x < int64_t{1} << 31 && launch.grid_y >= 1 &&
+                    launch.grid_y <= 65535,
+                "blocks of the grid");
+  report.expect(launch.shared_bytes <= device.max_shared_memory, "shared memory");
+  const int cluster = launch.cluster;
+  report.expect(cluster == 1 || (device.has_clusters && cluster >= 2 && cluster <= 8 &&
+                                 (cluster & (cluster - 1)) == 0 && launch.grid_x % cluster == 0),
+                "blocks of a cluster");
+}
+
+// A kernel in which `threads_x` threads share the sums of a row.
+void expect_legal_rows(Report& report, const DeviceInfo& device, const Launch& launch,
+                       int max_threads) {
+  expect_legal(report, device, launch, max_threads);
+  const int threads = launch.threads_x;
+  report.expect(threads <= kWarpSize ? (threads & (threads - 1)) == 0 : threads % kWarpSize == 0,
+                "threads of a row are a power of two within a warp, or whole warps");
+  if (threads <= kWarpSize) return;
+  const int warps = (threads / kWarpSize + 3) / 4 * 4;  // RowSumScratch has room for 64
+  report.expect(launch.threads_y * warps <= 64 && launch.threads_y <= 15,
+                "rows of a block have no room for their sums, or no barrier");
+  report.expect(launch.cluster == 1 || launch.threads_y == 1, "rows of a cluster");
+}
+
+// ---- the families ----
+
+constexpr int kScratchBytes = 4 * kKB;  // static arrays of the norms, at most
+
+bool is_huge(int64_t rows, int64_t dim) { return rows * dim > int64_t{1} << 37; }
+
+// f(dim, rows, stride, offset in bytes): contiguous, padded and misaligned tensors.
+template <typename F>
+void for_each_layout(F f) {
+  for (const int64_t dim : kDims) {
+    for (const int64_t rows : kRows) {
+      if (is_huge(rows, dim)) continue;
+      f(dim, rows, dim, 0);
+      f(dim, rows, (dim + 7) / 8 * 8, 0);
+      f(dim, rows, dim + 1, 0);
+      f(dim, rows, dim, 4);
+    }
+  }
+}
+
+std::string shape_of(int64_t dim, int64_t rows, int64_t stride, int offset, DType x, DType out,
+                     bool residual) {
+  char line[200];
+  std::snprintf(line, sizeof line, "[%lld, %lld] %s to %s, stride %lld, %d bytes off%s",
+                static_cast<long long>(rows), static_cast<long long>(dim), dtype_name(x),
+                dtype_name(out), static_cast<long long>(stride), offset,
+                residual ? ", with a residual" : "");
+  return line;
+}
+
+template <typename F>
+void for_each_types(F f) {
+  for (const DType x : kDTypes) {
+    for (const DType out : kDTypes) {
+      if (x == out || x == DType::float32 || out == DType::float32) f(x, out);
+    }
+  }
+}
+
+void rms_norm_forward(const DeviceInfo& device, Report& report) {
+  for_each_types([&](DType x, DType out) {
+    for_each_layout([&](int64_t dim, int64_t rows, int64_t stride, int offset) {
+      for (const bool residual : {false, true}) {
+        RmsNormForward p{};
+        p.x = at(offset), p.out = at(), p.weight = at();
+        if (residual) p.residual = at(offset), p.new_residual = at();
+        p.rows = rows, p.dim = dim;
+        p.x_stride = p.residual_stride = stride;
+        p.out_stride = p.new_residual_stride = dim;
+        p.x_dtype = x, p.out_dtype = out, p.weight_dtype = DType::float32;
+        report.begin(shape_of(dim, rows, stride, offset, x, out, residual));
+        const int size = dtype_size(x);
+        const bool aligned = is_aligned(p);
+        expect_aligned(report, aligned,
+                       {{p.x, p.x_stride, dim, size},
+                        {p.residual, p.residual_stride, dim, size},
+                        {p.new_residual, dim, dim, size},
+                        {p.out, dim, dim, dtype_size(out)},
+                        {p.weight, 0, dim, 4}});
+        const ForwardPolicy policy = rms_norm_forward_policy(device, aligned, p);
+        const RowPolicy& row = policy.row;
+        const int64_t at_once = int64_t{row.rows_per_block} * row.rows_per_thread;
+        expect_legal_rows(
+            report, device,
+            {ceil_div(rows, at_once) * row.cluster, 1, row.threads_per_row, row.rows_per_block,
+             policy.shared_bytes + kForwardArrayBytes, row.cluster},
+            kMaxThreads);
+        report.expect(aligned || row.rows_per_thread == 1, "unaligned rows are one a thread");
+        // Streamed rows are added up in another order. T4 and AMD GPUs have no room for the longest.
+        if (device.max_shared_memory >= 99 * kKB) {
+          const bool is_long = rms_norm_forward_rows(device, aligned, size, rows, dim).streamed;
+          report.expect(row.streamed == is_long, "streamed because it is not aligned");
+        }
+        const int64_t held = int64_t{row.cluster} * row.threads_per_row * row.vectors * (16 / size);
+        report.expect(row.streamed || held >= dim, "columns without a thread");
+        const int64_t columns = std::min(dim, held / row.cluster);
+        const int wide = std::max(size, dtype_size(out));
+        const int64_t staged = (columns * wide + 15) / 16 * 16 + 32 +
+                               (residual ? (columns * size + 15) / 16 * 16 + 32 : 0);
+        report.expect(aligned || row.streamed || policy.shared_bytes >= staged * row.rows_per_block,
+                      "no room for the rows of a block");
+      }
+    });
+  });
+}
+
+void rms_norm_backward(const DeviceInfo& device, Report& report) {
+  for_each_types([&](DType x, DType out) {
+    for_each_layout([&](int64_t dim, int64_t rows, int64_t stride, int offset) {
+      for (const bool residual : {false, true}) {
+        RmsNormBackward p{};
+        p.x = at(), p.grad_out = at(offset), p.weight = at(), p.grad_x = at();
+        if (residual) p.grad_new_residual = at(offset);
+        p.rows = rows, p.dim = dim;
+        p.x_stride = dim, p.grad_out_stride = p.grad_new_residual_stride = stride;
+        p.x_dtype = x, p.out_dtype = out, p.weight_dtype = DType::float32;
+        report.begin(shape_of(dim, rows, stride, offset, x, out, residual));
+        const int size = dtype_size(x);
+        const bool aligned = is_aligned(p);
+        expect_aligned(report, aligned,
+                       {{p.x, dim, dim, size},
+                        {p.grad_out, stride, dim, dtype_size(out)},
+                        {p.grad_new_residual, stride, dim, size},
+                        {p.grad_x, dim, dim, size},
+                        {p.weight, 0, dim, 4}});
+        const BackwardPolicy policy = rms_norm_backward_policy(device, aligned, p);
+        const RowPolicy& row = policy.row;
+        expect_legal_rows(report, device,
+                          {row.streamed ? rows : policy.blocks, 1, row.threads_per_row,
+                           row.rows_per_block, policy.shared_bytes + kKB, row.cluster},
+                          kBackwardThreads);
+        report.expect(policy.blocks >= 1, "no partial sums");
+        if (row.streamed) continue;
+        report.expect(!policy.bulk || (aligned && device.has_bulk_copy), "bulk copies");
+        report.expect(policy.stages >= (aligned ? 1 : 2) && policy.stages <= kMaxStages, "stages");
+        const int64_t held = int64_t{row.cluster} * row.threads_per_row * row.vectors * (16 / size);
+        report.expect(held >= dim && row.vectors * (16 / size) <= kBackwardColumns,
+                      "columns without a thread");
+        const int64_t columns = held / row.cluster * row.rows_per_block;
+        report.expect(policy.shared_bytes >= columns * 4, "no room for the weight's gradient");
+      }
+    });
+  });
+}
+
+void ada_norm_forward(const DeviceInfo& device, Report& report) {
+  for (const DType dtype : kDTypes) {
+    for_each_layout([&](int64_t dim, int64_t rows, int64_t stride, int offset) {
+      for (const bool residual : {false, true}) {
+        AdaNormForward p{};
+        p.x = at(offset), p.out = at();
+        if (residual) p.residual = at(offset), p.new_residual = at(), p.gate = {at(), 0, 1, dtype};
+        p.scale = {at(), stride, 1, DType::float32};
+        p.rows = rows, p.dim = dim, p.x_stride = p.residual_stride = stride, p.dtype = dtype;
+        report.begin(shape_of(dim, rows, stride, offset, dtype, dtype, residual));
+        const int size = dtype_size(dtype);
+        const bool aligned = is_aligned(p);
+        expect_aligned(report, aligned,
+                       {{p.x, stride, dim, size},
+                        {p.residual, stride, dim, size},
+                        {p.new_residual, dim, dim, size},
+                        {p.out, dim, dim, size},
+                        {p.gate.data, 0, dim, size},
+                        {p.scale.data, stride, dim, 4}});
+        const RowPolicy row = ada_norm_forward_policy(device, aligned, p);
+        const int64_t at_once = int64_t{row.rows_per_block} * row.rows_per_thread;
+        expect_legal_rows(report, device,
+                          {ceil_div(rows, at_once) * row.cluster, 1, row.threads_per_row,
+                           row.rows_per_block, kScratchBytes, row.cluster},
+                          kAdaNormThreads);
+        const int64_t held = int64_t{row.cluster} * row.threads_per_row * row.vectors * (16 / size);
+        report.expect(row.streamed || held >= dim, "columns without a thread");
+      }
+    });
+  }
+}
+
+void ada_norm_backward(const DeviceInfo& device, Report& report) {
+  for (const DType dtype : kDTypes) {
+    for_each_layout([&](int64_t dim, int64_t rows, int64_t stride, int offset) {
+      for (int tensors = 2; tensors <= 4; ++tensors) {
+        for (const int64_t groups : {int64_t{1}, int64_t{2}, rows}) {
+          if (rows % groups != 0) continue;
+          AdaNormBackward p{};
+          p.grad_out = at(offset), p.s = at(), p.grad_x = at();
+          if (tensors > 2) p.grad_new_residual = at();
+          if (tensors > 3) p.x = at(), p.grad_gate = at();
+          p.scale = {at(), stride, 1, DType::float32};
+          p.rows = rows, p.dim = dim, p.group_rows = rows / groups, p.dtype = dtype;
+          p.grad_out_stride = stride;
+          p.grad_new_residual_stride = p.s_stride = p.x_stride = dim;
+          report.begin(shape_of(dim, rows, stride, offset, dtype, dtype, tensors > 2));
+          const int size = dtype_size(dtype);
+          const bool aligned = is_aligned(p);
+          expect_aligned(report, aligned,
+                         {{p.grad_out, stride, dim, size},
+                          {p.s, dim, dim, size},
+                          {p.grad_new_residual, dim, dim, size},
+                          {p.x, dim, dim, size},
+                          {p.scale.data, stride, dim, 4}});
+          const AdaNormBackwardPolicy policy =
+              ada_norm_backward_policy(device, aligned, tensors, p);
+          const RowPolicy& row = policy.row;
+          const int64_t blocks = row.streamed ? rows : groups * policy.blocks_per_group;
+          expect_legal_rows(report, device,
+                            {blocks * row.cluster, 1, row.threads_per_row, row.rows_per_block,
+                             policy.shared_bytes + kScratchBytes, row.cluster},
+                            kAdaNormThreads);
+          report.expect(policy.blocks_per_group >= 1, "no partial sums");
+          if (row.streamed) continue;
+          report.expect(int64_t{row.cluster} * row.threads_per_row * kAdaNormColumns >= dim,
+                        "columns without a thread");
+          report.expect(policy.stages >= 1 && policy.stages <= kAdaNormMaxStages, "stages");
+        }
+      }
+    });
+  }
+}
+
+void poly_norm(const DeviceInfo& device, Report& report) {
+  for (const DType dtype : kDTypes) {
+    for_each_layout([&](int64_t dim, int64_t rows, int64_t stride, int offset) {
+      for (const int form : {0, 1, 2}) {  // plain, with mul, of experts
+        PolyNormForward p{};
+        PolyNormBackward b{};
+        p.x = b.x = at(offset), p.out = at(), b.grad_out = b.grad_x = at();
+        if (form > 0) p.mul = b.mul = at();
+        if (form > 1) p.offs = b.offs = static_cast<const int32_t*>(at());
+        p.rows = b.rows = rows, p.dim = b.dim = dim, p.dtype = b.dtype = dtype;
+        p.experts = b.experts = 8;
+        p.x_stride = b.x_stride = stride, p.mul_stride = b.mul_stride = dim;
+        b.grad_out_stride = b.grad_x_stride = dim;
+        report.begin(shape_of(dim, rows, stride, offset, dtype, dtype, form > 0));
+        const int size = dtype_size(dtype);
+        const std::vector<Rows> tensors{
+            {p.x, stride, dim, size}, {p.out, dim, dim, size}, {p.mul, dim, dim, size}};
+        expect_aligned(report, is_aligned(p), tensors);
+        expect_aligned(report, is_aligned(b), tensors);
+        const auto expect_row = [&](const RowPolicy& row, int64_t groups, bool backward) {
+          const bool is_short = row.rows_per_thread > 1;
+          const bool is_long = row.cluster > 1 || row.threads_per_row > poly_norm_threads(form > 0);
+          const int max_threads = is_short               ? kPolyNormShortThreads
+                                  : backward && !is_long ? poly_norm_threads(form > 0)
+                                                         : kPolyNormLongThreads;
+          expect_legal_rows(report, device,
+                            {groups * row.cluster, 1, row.threads_per_row, row.rows_per_block,
+                             3 * kScratchBytes, row.cluster},
+                            row.streamed ? kPolyNormLongThreads : max_threads);
+          const int64_t held =
+              int64_t{row.cluster} * row.threads_per_row * row.vectors * (16 / size);
+          report.expect(row.streamed || held >= dim, "columns without a thread");
+          report.expect(row.threads_per_row >= row.rows_per_thread, "a row's sums have no thread");
+        };
+        const RowPolicy row = poly_norm_forward_policy(device, p);
+        const int64_t at_once = int64_t{row.rows_per_block} * row.rows_per_thread;
+        expect_row(row, row.streamed ? rows : ceil_div(rows, at_once), false);
+        const PolyNormBackwardPolicy backward = poly_norm_backward_policy(device, b);
+        expect_row(backward.row, backward.groups, true);
+        b.partial_count = form > 1 ? rows : backward.groups;
+        const int threads = poly_norm_weight_threads(b);
+        report.expect(threads >= 1 && threads <= 1024 &&
+                          (threads <= 32 ? (threads & (threads - 1)) == 0 : threads % 32 == 0),
+                      "threads of the weight's gradient");
+      }
+    });
+  }
+}
+
+void activation(const DeviceInfo& device, Report& report) {
+  for (const int vector : {2, 4, 8}) {
+    for (const int64_t dim : kDims) {
+      for (const int64_t rows : kRows) {
+        if (is_huge(rows, dim)) continue;
+        report.begin(shape_of(dim, rows, vector, 0, DType::float32, DType::float32, false));
+        const auto expect = [&](const ActivationPolicy& policy, int max_threads) {
+          expect_legal(report, device,
+                       {policy.row_blocks * policy.column_blocks, 1, policy.threads_x,
+                        policy.threads_y, kActivationSumThreads * 8 * 4, 1},
+                       max_threads);
+          report.expect(policy.threads_x * policy.threads_y % kWarpSize == 0, "whole warps");
+          report.expect(policy.threads_x <= kWarpSize ? kWarpSize % policy.threads_x == 0
+                                                      : policy.threads_x % kWarpSize == 0,
+                        "lanes of a row");
+          report.expect(policy.columns_per_block * policy.column_blocks >= dim, "columns");
+          report.expect(policy.rows_per_block * policy.row_blocks >= rows, "rows");
+        };
+        for (const int vectors : {1, 2}) {
+          expect(activation_policy(device, vector, vectors, 1, rows, dim), kActivationThreads);
+          expect(activation_policy(device, vector, vectors, vectors, rows, dim),
+                 kActivationThreads);
+        }
+        if (vector > 2)
+          expect(activation_sum_policy(device, vector, 4, rows, dim), kActivationSumThreads);
+      }
+    }
+  }
+}
+
+// f(shape, q_heads, k_heads) of heads as models have them, and some that they have not.
+template <typename F>
+void for_each_heads(Report& report, F f) {
+  for (const DType dtype : kDTypes) {
+    for (const bool interleaved : {false, true}) {
+      for (const int64_t dim : {2, 6, 16, 64, 80, 96, 100, 128, 256, 512, 1000, 1536, 2048}) {
+        for (const int64_t rotary : {dim, dim / 4 * 2, int64_t{2}}) {
+          if (rotary == 0 || rotary > dim) continue;
+          for (const int64_t tokens : {1, 3, 512, 8192, 1 << 20}) {
+            for (const int64_t q : {1, 2, 5, 32, 128}) {
+              for (const int64_t k : {0, 1, 8}) {
+                const RotaryShape shape{1, tokens, dim, rotary, interleaved, dtype};
+                report.begin(shape_of(dim, tokens, rotary, 0, dtype, dtype, interleaved) +
+                             ", heads " + std::to_string(q) + " and " + std::to_string(k));
+                f(shape, q, k);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+void rotary(const DeviceInfo& device, Report& report) {
+  for_each_heads(report, [&](const RotaryShape& shape, int64_t q, int64_t k) {
+    for (const int vector : {2, 4}) {
+      for (const bool rest : {false, true}) {
+        for (const bool aligned : {aligned_shape(shape, vector), false}) {
+          const RotaryPolicy policy = rotary_policy(device, shape, q + k, vector, rest, aligned);
+          expect_legal(
+              report, device,
+              {ceil_div(shape.batch * shape.tokens, policy.tokens_per_block),
+               policy.blocks_per_token, policy.threads_per_token, policy.tokens_per_block, 0, 1},
+              kRotaryThreads);
+          const int threads = policy.threads_per_token * policy.tokens_per_block;
+          report.expect(aligned || threads % kWarpSize == 0, "whole warps");
+          const int64_t items = policy.layout.rotated_items + policy.layout.rest_items;
+          report.expect(
+              int64_t{policy.threads_per_token} * policy.blocks_per_token >= items * policy.groups,
+              "items without a thread");
+          report.expect(policy.groups * policy.heads_per_thread >= q + k, "heads");
+        }
+      }
+    }
+  });
+}
+
+void qk_norm_rotary(const DeviceInfo& device, Report& report) {
+  for_each_heads(report, [&](const RotaryShape& shape, int64_t q, int64_t k) {
+    if (shape.dim > qk_norm_max_dim(shape)) return;
+    const auto expect_row = [&](const QkNormPolicy& row, int64_t blocks, int64_t shared_bytes) {
+      expect_legal_rows(
+          report, device,
+          {blocks, 1, row.threads_per_row, row.rows_per_block, shared_bytes + kScratchBytes, 1},
+          kQkNormThreads);
+      report.expect(row.layout.rotated_items + row.layout.rest_items <= row.threads_per_row,
+                    "items without a thread");
+      report.expect(row.threads_per_row * row.rows_per_block % kWarpSize == 0, "whole warps");
+    };
+    const int64_t tokens = shape.batch * shape.tokens;
+    const QkNormForwardPolicy forward = qk_norm_forward_policy(device, shape, q, k);
+    const int64_t units = ceil_div(q, forward.unit) + ceil_div(k, forward.unit);
+    expect_row(forward.row, ceil_div(tokens * units, forward.row.rows_per_block), 0);
+    const QkNormBackwardPolicy backward = qk_norm_backward_policy(device, shape, q, k);
+    expect_row(backward.row, backward.blocks, backward.weight_bytes);
+    report.expect(backward.q_unit >= 1 && backward.k_unit >= 1, "heads of a unit");
+  });
+}
+
+void sampling(const DeviceInfo& device, Report& report) {
+  for (const int64_t vocab :
+       {1, 2, 31, 1000, 4096, 32000, 50257, 128256, 151936, 262144, 1 << 20}) {
+    for (const int64_t batch : {1, 2, 3, 8, 33, 256, 4096, 65536}) {
+      report.begin(shape_of(vocab, batch, 0, 0, DType::float32, DType::float32, false));
+      const SamplePolicy draw = sample_policy(device, batch, vocab);
+      report.expect(draw.part >= 1 && draw.part * draw.parts >= vocab, "logits without a block");
+      expect_legal(report, device, {batch * draw.parts, 1, kSampleThreads, 1, 48 * kKB, 1},
+                   kSampleThreads);
+      const ClusterPolicy cluster = cluster_policy(device, batch, vocab);
+      report.expect(device.has_clusters || cluster.blocks == 0, "a cluster where there are none");
+      if (cluster.blocks == 0) continue;
+      expect_legal(report, device,
+                   {batch * cluster.blocks, 1, kClusterThreads, 1,
+                    kClusterFixedBytes + cluster.part * 4, cluster.blocks},
+                   kClusterThreads);
+      report.expect(
+          cluster.part * cluster.blocks >= vocab && cluster.part % 32 == 0 && cluster.clusters >= 1,
+          "logits without a block");
+    }
+  }
+}
+
+void lm_head(const DeviceInfo& device, Report& report) {
+  for (const DType dtype : kDTypes) {
+    for (const bool narrow : {false, true}) {
+      for (const int64_t dim : kDims) {
+        for (const int64_t batch : {1, 8, 17, 64, 100, 300}) {
+          for (const int offset : {0, 8}) {
+            for (const int64_t stride : {dim, (dim + 15) / 16 * 16}) {
+              LmHead p{};
+              p.batch = batch, p.vocab = 151936, p.dim = dim, p.dtype = dtype;
+              p.hidden = at(), p.weight = at(offset);
+              p.hidden_stride = p.weight_stride = stride;
+              p.weight_type = narrow ? WeightType::float8_e4m3 : WeightType::as_hidden;
+              report.begin(shape_of(dim, batch, stride, offset, dtype, dtype, narrow));
+              const int size = dtype_size(dtype), weight_size = narrow ? 1 : size;
+              const bool starts =
+                  offset == 0 && stride * weight_size % 16 == 0;  // rows of the weight
+              const bool hidden_starts = stride * size % 16 == 0;
+              if (has_wgmma_form(device, p)) {
+                report.expect(device.tensor_cores == TensorCores::wgmma && device.has_clusters &&
+                                  device.has_bulk_copy && dtype != DType::float32,
+                              "wgmma where there is none");
+                report.expect(kWgmmaSharedBytes <= device.max_shared_memory, "shared memory");
+                report.expect(starts && (narrow || hidden_starts || batch == 1),
+                              "rows that the copy engine cannot take");
+              }
+              report.expect(!has_aligned_chunks(p) || (starts && hidden_starts),
+                            "chunks off a boundary");
+              const HeadForm form = head_form(device, p);
+              if (form == HeadForm::plain) continue;
+              report.expect(device.has_async_copy, "asynchronous copies where there are none");
+              report.expect(form != HeadForm::mma || device.tensor_cores != TensorCores::none,
+                            "tensor cores where there are none");
+              report.expect(kHeadSharedBytes <= device.max_shared_memory, "shared memory");
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+struct Family {
+  const char* name;
+  void (*sweep)(const DeviceInfo&, Report&);
+};
+
+const Family kFamilies[] = {
+    {"rms_norm forward", rms_norm_forward},
+    {"rms_norm backward", rms_norm_backward},
+    {"ada_norm forward", ada_norm_forward},
+    {"ada_norm backward", ada_norm_backward},
+    {"poly_norm", poly_norm},
+    {"activation", activation},
+    {"rotary", rotary},
+    {"qk_norm_rotary", qk_norm_rotary},
+    {"sampling", sampling},
+    {"lm_head", lm_head},
+};
+
+}  // namespace
+
+int main() {
+  for (const Family& family : kFamilies) {
+    for (const Device& device : kDevices) {
+      Report report;
+      family.sweep(device.info, report);
+      std::printf("%s|%s|%lld|%lld|%s\n", family.name, device.name,
+                  static_cast<long long>(report.cases), static_cast<long long>(report.violations),
+                  report.first.c_str());
+    }
+  }
+}

@@ -1,0 +1,138 @@
+"""Launch policies over GPUs that this machine has not, and what the process keeps of those it has.
+
+Policies are pure functions in plain C++ headers. policy_probe.cpp sweeps all of them over made-up
+devices; device_probe.cpp runs common/device_info.cu against a runtime that it makes up. Neither
+needs a GPU or its toolkit.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPO_DIR
+
+sys.path.insert(0, str(REPO_DIR / "tools"))
+
+from builder.toolchain import find_cxx
+from check_abi import shared_state
+
+SOURCES = REPO_DIR / "kernel_src"
+TESTS = REPO_DIR / "tests"
+
+
+def compiled(output: Path, *arguments: object) -> Path:
+    """What the C++ compiler makes of `arguments`."""
+    command = [find_cxx().path, "-std=c++17", "-O1", "-Wall", "-Wextra", f"-I{SOURCES}"]
+    command += [str(argument) for argument in arguments]
+    result = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert not result.stderr, result.stderr
+    return output
+
+
+def printed(program: Path, *arguments: str) -> list[str]:
+    """The lines that `program` prints."""
+    result = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout.splitlines()
+
+
+# policies
+
+FAMILIES = (
+    "rms_norm forward",
+    "rms_norm backward",
+    "ada_norm forward",
+    "ada_norm backward",
+    "poly_norm",
+    "activation",
+    "rotary",
+    "qk_norm_rotary",
+    "sampling",
+    "lm_head",
+)
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
+    """For each family, what the sweep finds of each device: name, cases, violations, the first."""
+    folder = tmp_path_factory.mktemp("policies")
+    probe = compiled(folder / "policy_probe", TESTS / "policy_probe.cpp")
+    found: dict[str, list[list[str]]] = {}
+    for line in printed(probe):
+        family, *rest = line.split("|", 4)
+        found.setdefault(family, []).append(rest)
+    return found
+
+
+def test_every_family_is_swept(sweep: dict[str, list[list[str]]]):
+    assert set(sweep) == set(FAMILIES)
+    for devices in sweep.values():
+        assert len(devices) == 10
+        assert all(int(cases) > 50 for _, cases, _, _ in devices)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_policy_asks_for_what_the_device_has(sweep: dict[str, list[list[str]]], family: str):
+    wrong = [
+        f"{device}: {violations} of {cases}, first: {first}"
+        for device, cases, violations, first in sweep[family]
+        if int(violations)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_kernel_or_policy_compares_a_capability():
+    pattern = re.compile(r"compute_?capability|CapabilityM(ajor|inor)", re.IGNORECASE)
+    mapping = {"device_info.h", "device_info.cu", "gpu_compat.h"}
+    for path in SOURCES.rglob("*"):
+        if path.suffix in (".h", ".cu", ".cpp") and path.name not in mapping:
+            code = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
+            assert not pattern.search(code), path
+
+
+# devices
+
+
+@pytest.fixture(scope="module")
+def made_up_runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the CUDA headers that gpu_compat.h includes, of a made-up runtime."""
+    folder = tmp_path_factory.mktemp("runtime")
+    for name in ("cuda_bf16.h", "cuda_fp16.h", "cuda_runtime.h"):
+        (folder / name).write_text(f'#include "{TESTS}/made_up_runtime.h"\n')
+    return folder
+
+
+def test_device_code_keeps_no_state_that_versions_share(made_up_runtime: Path):
+    # Without -fno-gnu-unique and -fvisibility=hidden, which the release's builder does not give.
+    source = SOURCES / "common/device_info.cu"
+    arguments = (f"-I{made_up_runtime}", "-fPIC", "-c", "-x", "c++", source)
+    assert not shared_state(compiled(made_up_runtime / "device_info.o", *arguments))
+
+
+@pytest.fixture(scope="module")
+def device_probe(made_up_runtime: Path) -> Path:
+    source = SOURCES / "common/device_info.cu"
+    return compiled(
+        made_up_runtime / "device_probe",
+        *("-pthread", f"-I{made_up_runtime}", TESTS / "device_probe.cpp", "-x", "c++", source),
+    )
+
+
+DEVICE_CASES = (
+    "features",
+    "failure is raised and not kept",
+    "asked once by many threads",
+    "a device beyond the kept ones",
+    "shared memory is allowed once and to the most",
+    "shared memory of many kernels and devices",
+)
+
+
+@pytest.mark.parametrize("case", DEVICE_CASES)
+def test_device_info(device_probe: Path, case: str):
+    assert printed(device_probe, case) == ["ok"]
