@@ -22,7 +22,8 @@ CODE = $(shell find kernel_src torch-ext \( -name '*.h' -o -name '*.cpp' -o -nam
          ! -path torch-ext/registration.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build build-cpu build-cuda test test-all lint format bench check-hip check-abi clean
+.PHONY: help demo build build-cpu build-cuda test test-all lint format bench check-hip check-abi \
+  check-size clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -68,6 +69,9 @@ check-hip: $(ENVIRONMENT)  ## compile every GPU source for AMD gfx90a (clang 19,
 
 check-abi: $(ENVIRONMENT)  ## limited API 3.9, manylinux_2_28 and Torch's stable ABI, of what is built
 	@$(PYTHON) tools/check_abi.py
+
+check-size: $(ENVIRONMENT)  ## size and compile time by file, of the CUDA variant; fails beyond the bars
+	@$(PYTHON) tools/check_size.py
 
 clean:  ## remove build output, not .venv
 	find build -mindepth 1 ! -name README.md -delete

@@ -18,6 +18,7 @@ sys.path.insert(0, str(REPO_DIR / "tools"))
 
 from builder.compile import gencode_flags, select_archs
 from builder.config import BACKENDS, load
+from builder.costs import MOST_BYTES, MOST_SECONDS, SECONDS_SUFFIX
 from builder.errors import BuildError
 from builder.includes import included_headers
 from builder.sources import check_sources
@@ -25,6 +26,7 @@ from check_abi import has_symbol_table, shared_state, violations
 from kernels._rust import Backend, Build, Digest, DigestAlgorithm, DigestValidationError, Metadata
 
 BUILD_VARIANT = REPO_DIR / "tools/build_variant.py"
+TIMED = REPO_DIR / "tools/builder/timed.py"
 LOCKED_KERNELS = "8ac69fc542a4306eade0759ef7c45b4f2ae57df0"
 
 
@@ -407,3 +409,80 @@ def test_an_unknown_architecture_is_a_message(tmp_path: Path):
     assert result.returncode == 1
     assert "3.5: not among the architectures" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+# Size and compile time
+
+
+def planted_build(folder: Path, library_bytes: int, seconds: dict[str, float]) -> Path:
+    """The output folder of a CUDA build of those files, as far as check_size.py looks at it."""
+    name = "torch-stable-abi210-cu130-x86_64-linux"
+    work = folder / ".work" / name
+    (folder / name).mkdir(parents=True)
+    with open(folder / name / "_fuselage.abi3.so", "wb") as library:
+        library.truncate(library_bytes)
+    lines = []
+    for source, taken in seconds.items():
+        path = work / "obj" / f"{source}.o"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"object")
+        path.with_name(path.name + SECONDS_SUFFIX).write_text(f"{taken}\n")
+        lines.append(f"build ../obj/{source}.o: cuda {source} | toolchain.txt\n  flags = -O3")
+    lines.append("build ../lib/_fuselage.abi3.so: link ../obj/norm/a.cu.o ../obj/gate/b.cu.o")
+    (work / "build.ninja").write_text("\n".join(lines) + "\n")
+    # Of a source that is gone: not part of the library.
+    (work / "obj/gone.cu.o").write_bytes(b"object")
+    return folder
+
+
+def check_size(folder: Path) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, REPO_DIR / "tools/check_size.py", folder])
+
+
+HALF = MOST_SECONDS / 2
+
+
+def test_a_build_within_the_bars_passes_and_is_listed_by_file(tmp_path: Path):
+    folder = planted_build(tmp_path, MOST_BYTES, {"norm/a.cu": HALF - 1, "gate/b.cu": HALF + 1})
+    result = check_size(folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert [line.split()[-1] for line in lines[1:3]] == ["gate/b.cu", "norm/a.cu"]  # slowest first
+    assert lines[3].split()[:2] == [f"{MOST_SECONDS:.1f}", f"{MOST_BYTES / 1e6:.2f}"]
+
+
+@pytest.mark.parametrize(
+    ("library_bytes", "second_file", "message"),
+    [
+        (MOST_BYTES + 10**6, HALF, "the library has 41.0 MB, more than 40"),
+        (MOST_BYTES, HALF + 60, "compiling took 41.0 CPU minutes, more than 40"),
+    ],
+)
+def test_a_build_beyond_a_bar_fails(
+    library_bytes: int, second_file: float, message: str, tmp_path: Path
+):
+    files = {"norm/a.cu": HALF, "gate/b.cu": second_file}
+    result = check_size(planted_build(tmp_path, library_bytes, files))
+    assert result.returncode == 1
+    assert message in result.stdout and result.stdout.count("more than") == 1
+
+
+def test_a_build_without_times_is_not_taken_for_a_fast_one(tmp_path: Path):
+    folder = planted_build(tmp_path, 1, {"norm/a.cu": 1.0, "gate/b.cu": 1.0})
+    next(folder.rglob(f"a.cu.o{SECONDS_SUFFIX}")).unlink()
+    result = check_size(folder)
+    assert result.returncode == 1 and f"a.cu.o{SECONDS_SUFFIX} is missing" in result.stderr
+    assert check_size(tmp_path / "nothing").returncode == 1
+
+
+def test_cuda_builds_measure_cpu_time(tmp_path: Path):
+    """With that of the compiler's own processes, as cicc is nvcc's, and without its waiting."""
+    times = tmp_path / "a.o.seconds"
+    work = "import time\nwhile time.process_time() < 0.5: pass"
+    child = (
+        "import subprocess, sys, time\n"
+        f"time.sleep(1.5)\nsubprocess.run([sys.executable, '-c', {work!r}])\nsys.exit(3)"
+    )
+    result = run([sys.executable, TIMED, times, sys.executable, "-c", child])
+    assert result.returncode == 3
+    assert 0.5 <= float(times.read_text()) < 1.5

@@ -26,6 +26,7 @@ from builder import compile as compiling
 from builder import package, toolchain
 from builder.compile import Toolchain, Unit
 from builder.config import BACKENDS, BuildConfig, load
+from builder.costs import read_costs
 from builder.errors import BuildError
 from builder.identity import identify
 from builder.sources import check_sources
@@ -187,6 +188,8 @@ def build(options: argparse.Namespace) -> Path:
         changed = package.assemble(
             config, backend, sorted(archs), identity, work / "lib" / library, variant
         )
+        if backend == "cuda" and compiled:
+            print(read_costs(work, variant / library).table())
     state = "built" if compiled else "packaged, nothing compiled" if changed else "up to date"
     if not (compiled or changed):
         state += ", nothing compiled"

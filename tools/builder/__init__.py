@@ -5,5 +5,7 @@ sources     every source is listed, every include reaches a listed file
 identity    the id of this source state, and where it came from
 toolchain   compilers, Torch, Python headers, ninja
 compile     one compile command a source, and the ninja file
+timed       runs one of them, and notes its CPU time
+costs       size and CPU time by file, and how much of either there may be
 package     the variant folder: Python files, library, metadata.json
 """

@@ -8,10 +8,12 @@ touching a file, or switching branches and back before the next build, compiles 
 from __future__ import annotations
 
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from .config import BuildConfig, Section
+from .costs import SECONDS_SUFFIX
 from .errors import BuildError
 from .includes import included_headers
 from .sources import resolve_include
@@ -257,11 +259,14 @@ def ninja_file(units: list[Unit], tools: Toolchain, backend: str, library: str, 
         compilers["cuda"] = f"{tools.cuda.nvcc.path} -ccbin {tools.cxx.path}"
     if backend == "rocm":
         compilers["hip"] = tools.hip.path
+    timed = ""
+    if backend == "cuda":
+        timed = f"{sys.executable} {Path(__file__).with_name('timed.py')} $out{SECONDS_SUFFIX} "
     lines = ["builddir = ..", "pool gpu", f"  depth = {max(1, jobs // nvcc_threads(units, jobs))}"]
     for rule, compiler in compilers.items():
         lines += [
             f"rule {rule}",
-            f"  command = {compiler} -MD -MF $out.d $flags -c $in -o $out",
+            f"  command = {timed}{compiler} -MD -MF $out.d $flags -c $in -o $out",
             "  depfile = $out.d",
             "  deps = gcc",
             "  description = $label",

@@ -1,0 +1,84 @@
+"""What a CUDA variant costs, by file: bytes and CPU seconds; and what it may cost."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import BuildError
+
+MOST_BYTES = 40 * 10**6  # of the library, with every architecture of build.toml
+# Twenty minutes on two cores that do nothing else.
+MOST_SECONDS = 2 * 20 * 60
+SECONDS_SUFFIX = ".seconds"  # of the file beside an object that tools/builder/timed.py writes
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one source adds to the library, and to the build."""
+
+    source: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A library and what it was made of."""
+
+    library_bytes: int
+    files: tuple[Cost, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(file.seconds for file in self.files)
+
+    def table(self) -> str:
+        """A line a file, the slowest first, and the sums beside what they may be."""
+        lines = [f"{'CPU s':>7}  {'MB':>6}"]
+        lines += [
+            f"{file.seconds:7.1f}  {file.bytes / 1e6:6.2f}  {file.source}"
+            for file in sorted(self.files, key=lambda file: (-file.seconds, file.source))
+        ]
+        lines.append(
+            f"{self.seconds:7.1f}  {self.library_bytes / 1e6:6.2f}  all files, and the library "
+            f"(at most {MOST_SECONDS} CPU s and {MOST_BYTES / 1e6:.0f} MB)"
+        )
+        return "\n".join(lines)
+
+    def excess(self) -> list[str]:
+        """What is more than it may be, one line each; empty when nothing is."""
+        found = []
+        if self.library_bytes > MOST_BYTES:
+            found.append(
+                f"the library has {self.library_bytes / 1e6:.1f} MB, "
+                f"more than {MOST_BYTES / 1e6:.0f}"
+            )
+        if self.seconds > MOST_SECONDS:
+            found.append(
+                f"compiling took {self.seconds / 60:.1f} CPU minutes, "
+                f"more than {MOST_SECONDS / 60:.0f}: 20 on two cores"
+            )
+        return found
+
+
+def read_costs(work: Path, library: Path) -> Costs:
+    """The costs of `library`, whose objects are below the work folder `work`.
+
+    Each object has the time of its last compilation, so that the sum is that of a whole build even
+    if the last one compiled one file.
+    """
+    ninja = work / "build.ninja"
+    if not ninja.is_file():
+        raise BuildError(f"{ninja} is missing: make build-cuda")
+    built = re.findall(r"^build \.\./(obj/\S+): \w+ (\S+)", ninja.read_text(), re.MULTILINE)
+    files = []
+    for name, source in built:
+        path = work / name
+        seconds = path.with_name(path.name + SECONDS_SUFFIX)
+        for needed in (path, seconds):
+            if not needed.is_file():
+                raise BuildError(f"{needed} is missing: make build-cuda")
+        files.append(Cost(source, path.stat().st_size, float(seconds.read_text())))
+    return Costs(library.stat().st_size, tuple(files))
