@@ -73,11 +73,7 @@ __device__ __forceinline__ Vector<T, N> load_staged(const char* source, int left
     }
     return vector;
   }
-  const T* elements = reinterpret_cast<const T*>(source);
-  float values[N];
-#pragma unroll
-  for (int k = 0; k < N; ++k) values[k] = k < left ? to_float(elements[k]) : 0.0f;
-  return V::from_floats(values);
+  return V::load_elements(reinterpret_cast<const T*>(source), 0, left);
 }
 
 // Writes the first `left` of N elements to `target` in shared memory.
@@ -97,12 +93,7 @@ __device__ __forceinline__ void store_staged(const Vector<T, N>& vector, char* t
     *reinterpret_cast<uint16_t*>(target + 4 * kWords - 2) =
         static_cast<uint16_t>(vector.words[kWords - 1] >> 16);
   } else {
-    float values[N];
-    vector.to_floats(values);
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      if (k < left) reinterpret_cast<T*>(target)[k] = from_float<T>(values[k]);
-    }
+    Vector<T, N>::store_elements(vector, reinterpret_cast<T*>(target), 0, left);
   }
 }
 

@@ -274,7 +274,7 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
         if (bytes >= kBytes) {
           store(target);
         } else {
-          store_part(target, 0, bytes);
+          store_part(*this, target, 0, bytes);
         }
         return;
       }
@@ -283,23 +283,34 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
       if (lane > 0 && bytes >= kBytes - shift) {
         block.store(target - shift);
       } else {
-        block.store_part(target - shift, lane > 0 ? 0 : shift,
-                         bytes < kBytes - shift ? bytes + shift : kBytes);
+        store_part(block, target - shift, lane > 0 ? 0 : shift,
+                   bytes < kBytes - shift ? bytes + shift : kBytes);
       }
       // What lies behind that block is left to the next lane, where there is one with the rest of it.
       if (bytes > kBytes - shift && (lane == width - 1 || bytes <= kBytes)) {
-        shifted(*this, *this, kBytes - shift)
-            .store_part(target - shift + kBytes, 0,
-                        bytes < kBytes ? bytes + shift - kBytes : shift);
+        store_part(shifted(*this, *this, kBytes - shift), target - shift + kBytes, 0,
+                   bytes < kBytes ? bytes + shift - kBytes : shift);
       }
     } else {
-      if (!inside) return;
-      float values[N];
-      to_floats(values);
+      if (inside) store_elements(*this, row, column, dim);
+    }
+  }
+
+  // The elements of a vector that only begins in a row, one by one; those past the row's end are zero. Not inlined:
+  // it is rare, and would be most of the code.
+  static __device__ __noinline__ Vector load_elements(const T* row, int column, int dim) {
+    float values[N];
 #pragma unroll
-      for (int k = 0; k < N; ++k) {
-        if (column + k < dim) row[column + k] = from_float<T>(values[k]);
-      }
+    for (int k = 0; k < N; ++k) values[k] = column + k < dim ? to_float(row[column + k]) : 0.0f;
+    return from_floats(values);
+  }
+  static __device__ __noinline__ void store_elements(const Vector vector, T* row, int column,
+                                                     int dim) {
+    float values[N];
+    vector.to_floats(values);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      if (column + k < dim) row[column + k] = from_float<T>(values[k]);
     }
   }
 
@@ -311,8 +322,10 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
     words[i + 3] = quad.w;
   }
 
-  // Writes bytes [begin, end) of these 8 or 16 to the aligned block at `target`; both are even.
-  __device__ __forceinline__ void store_part(char* target, int begin, int end) const {
+  // Writes bytes [begin, end) of these 8 or 16 to the aligned block at `target`; both are even. Not inlined: rare.
+  static __device__ __noinline__ void store_part(const Vector vector, char* target, int begin,
+                                                 int end) {
+    const uint32_t(&words)[kWords] = vector.words;
     if (begin == 0 && end < kBytes) {
       // The start of the block, in pieces of 8, 4 and 2 bytes.
       if (kBytes == 16 && end & 8)
@@ -321,10 +334,10 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
         *reinterpret_cast<uint32_t*>(target + (end & 8)) =
             kBytes == 16 && end & 8 ? words[kWords / 2] : words[0];
       }
-      if (end & 2) store_half(target, end - 2, false);
+      if (end & 2) vector.store_half(target, end - 2, false);
     } else if (end == kBytes) {
       // The end of the block, in pieces of 2, 4 and 8 bytes.
-      if (begin & 2) store_half(target, begin, true);
+      if (begin & 2) vector.store_half(target, begin, true);
       const int next = begin + (begin & 2);
       if (next & 4) {
         *reinterpret_cast<uint32_t*>(target + next) =
@@ -337,7 +350,7 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
       if (kBytes == 16 && next == 0)
         *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
     } else {
-      for (int byte = begin; byte < end; byte += 2) store_half(target, byte, byte & 2);
+      for (int byte = begin; byte < end; byte += 2) vector.store_half(target, byte, byte & 2);
     }
   }
 
@@ -385,10 +398,7 @@ struct Loading<T, N, false> {
     const int shift = V::shift_of(row + column);
     if (column >= dim || in_blocks(row, column, dim, shift))
       return shift == 0 ? first : V::shifted(first, second, shift);
-    float values[N];
-#pragma unroll
-    for (int k = 0; k < N; ++k) values[k] = column + k < dim ? to_float(row[column + k]) : 0.0f;
-    return V::from_floats(values);
+    return V::load_elements(row, column, dim);
   }
 };
 

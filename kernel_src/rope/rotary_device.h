@@ -62,8 +62,7 @@ __device__ __forceinline__ void unaligned_columns(const C* row, int column, int 
     V::load(row + column).to_floats(values);
     return;
   }
-#pragma unroll
-  for (int i = 0; i < N; ++i) values[i] = column + i < size ? to_float(row[column + i]) : 0.0f;
+  V::load_elements(row, column, size).to_floats(values);
 }
 
 // Columns from `column1` and from `column2` on of a token's cos and sin, of `size1` and `size2` columns. All loads
