@@ -242,6 +242,14 @@ __device__ __forceinline__ void async_copy_wait(int pending) {
 #endif
 }
 
+// Whether the code being compiled is for GPUs with clusters and bulk copies. Kernels for those alone return at once
+// in other code, which leaves the compiler nothing to do.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool kCompilesClusters = true;
+#else
+constexpr bool kCompilesClusters = false;
+#endif
+
 // Thread block clusters (compute capability 9.0 and up): blocks that run at the same time and may write to
 // each other's shared memory. Elsewhere a cluster is one block and these are never reached.
 

@@ -3,14 +3,14 @@
 // The threads of a row hold it in registers, packed, forward and backward, so that it is read once: loads are
 // 16 bytes wide and all issued before the first use, one reduction gives all sums of the row (three, or four),
 // and a second pass over the registers writes the results. Short rows share a block; long rows are cut over
-// the blocks of a cluster; rows beyond that are streamed: read twice.
+// the blocks of a cluster; rows beyond that, and those that are not aligned, are streamed: read twice.
 //
 // A row's part of the gradients of weight and bias is four numbers. Blocks of the backward add those of their
 // rows up and leave one float32 partial sum; a second kernel adds them up in order. With experts, each row
 // leaves its own, and a block of the second kernel has the rows of one expert.
 //
-// Which thread has which columns, and so the order of every sum, does not depend on alignment: with kAligned
-// every row of every tensor starts and ends on a 16-byte boundary; without, vectors are put together from two
+// Which thread has which columns, and so the order of every sum, does not depend on alignment: aligned means that
+// every row of every tensor starts and ends on a 16-byte boundary; otherwise vectors are put together from two
 // aligned blocks (common/vector.h).
 #include "norm/poly_norm.h"
 
@@ -255,18 +255,20 @@ __device__ __forceinline__ void save_rstd(float* saved, int64_t row, const float
 // Grid: x over blocks of rows_per_block * kRows rows (times the cluster). Block: (threads_per_row,
 // rows_per_block). `blocks_in_cluster` counts with kLong alone.
 //
-// The launch bounds leave the plain aligned kernel 56 registers, as those of rms_norm's; 72 and more where a
+// The launch bounds leave the plain kernel 56 registers, as those of rms_norm's; 72 and more where a
 // thread has several rows.
-template <typename T, int kVectors, int kRows, Form kForm, bool kAligned, bool kLong>
-__global__ void __launch_bounds__(kRows > 1                          ? kPolyNormShortThreads
-                                  : kAligned && kForm == Form::plain ? 576
-                                                                     : kPolyNormLongThreads,
-                                  kRows > 1                          ? (kAligned ? 7 : 4)
-                                  : kAligned && kForm == Form::plain ? 2
-                                                                     : 1)
+template <typename T, int kVectors, int kRows, Form kForm, bool kLong>
+__global__ void __launch_bounds__(kRows > 1              ? kPolyNormShortThreads
+                                  : kForm == Form::plain ? 576
+                                                         : kPolyNormLongThreads,
+                                  kRows > 1              ? 7
+                                  : kForm == Form::plain ? 2
+                                                         : 1)
     poly_norm_forward_kernel(const PolyNormForward p, const int blocks_in_cluster) {
+  constexpr bool kAligned = true;
   constexpr int N = 16 / sizeof(T);
   constexpr bool kMul = has_mul(kForm);
+  if constexpr (kLong && !kCompilesClusters) return;
   const int cluster = kLong ? blocks_in_cluster : 1;
   __shared__ RowSumScratch<3> scratch[1];
   const int dim = static_cast<int>(p.dim);
@@ -355,46 +357,90 @@ __global__ void __launch_bounds__(kRows > 1                          ? kPolyNorm
   }
 }
 
-// Rows of any length, one a block, read twice: the second time mostly from L2.
-template <typename T, Form kForm, bool kAligned>
+// Vectors of a row on their way together: what a thread of a streamed kernel has from `column` to `end`, each `step`
+// columns after the one before it.
+template <typename T, int N, int kBatch>
+struct BatchLoading {
+  Loading<T, N, false> loading[kBatch];
+  const T* row;
+  int column, step, end, dim;
+
+  __device__ __forceinline__ BatchLoading(const T* row_, int column_, int step_, int end_, int dim_)
+      : row(row_), column(column_), step(step_), end(end_), dim(dim_) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) loading[b].start(row, column_of(b), dim_of(b));
+  }
+  __device__ __forceinline__ int column_of(int b) const { return column + b * step; }
+  __device__ __forceinline__ int dim_of(int b) const { return column_of(b) < end ? dim : 0; }
+  __device__ __forceinline__ Vector<T, N> finish(int b) const {
+    return loading[b].finish(row, column_of(b), dim_of(b));
+  }
+};
+
+// Rows of any length and alignment, read twice: the second time mostly from cache. A block has `slice` columns of
+// each of blockDim.y rows. Of a shorter row, it has those that a block of the kernel above would have.
+template <typename T, Form kForm>
 __global__ void __launch_bounds__(kPolyNormLongThreads)
-    poly_norm_forward_streamed_kernel(const PolyNormForward p) {
+    poly_norm_forward_streamed_kernel(const PolyNormForward p, const int cluster, const int slice) {
+  constexpr bool kAligned = false;
   constexpr int N = 16 / sizeof(T);
   __shared__ RowSumScratch<3> scratch[1];
-  const int64_t row = blockIdx.x;
+  const int block_in_row = cluster > 1 ? cluster_rank() : 0;
+  const int64_t row = int64_t{blockIdx.x / cluster} * blockDim.y + threadIdx.y;
   const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
   const T* mul = static_cast<const T*>(p.mul) + row * p.mul_stride;
   T* out = static_cast<T*>(p.out) + row * p.dim;
   const int dim = static_cast<int>(p.dim);
+  const int begin = block_in_row * slice, end = min(begin + slice, dim);
   const int step = blockDim.x * N;
   const bool cuts = clamps<kForm>(p);
+  // Rows past the end are empty.
+  const int dim_to_read = row < rows_to_read<kForm>(p) ? dim : 0;
+  const int dim_to_write = row < p.rows ? dim : 0;
+
+  row_sum_start(cluster, scratch);
   RowFactors<T, kForm> factors;
   factors.load_common(p);
   factors.load_of_row(p, row);
-  const int dim_to_read = factors.is_padding ? 0 : dim;
 
+  using Batch = BatchLoading<T, N, kPolyNormVectors>;
   float sums[3] = {};
-#pragma unroll 4
-  for (int column = threadIdx.x * N; column < dim_to_read; column += step) {
-    float values[N];
-    cut_floats<kForm>(load<kAligned, N>(x, column, dim), cuts, p.hidden_clamp, values);
-    add_moments(values, sums);
+#pragma unroll 1
+  for (int start = begin; start < end; start += kPolyNormVectors * step) {
+    const Batch x_batch(x, start + threadIdx.x * N, step, end, dim_to_read);
+#pragma unroll
+    for (int b = 0; b < kPolyNormVectors; ++b) {
+      float values[N];
+      cut_floats<kForm>(x_batch.finish(b), cuts, p.hidden_clamp, values);
+      add_moments(values, sums);
+    }
   }
-  row_sum<false>(sums, 1, scratch, 0);
+  row_sum_end(cluster);
+  row_sum<false>(sums, cluster, scratch, 0);
   float rstd[3];
   rstd_of(sums, static_cast<float>(dim), p.eps, rstd);
-  if (p.rstd != nullptr && threadIdx.x == 0) save_rstd(p.rstd, row, rstd);
+  if (p.rstd != nullptr && threadIdx.x == 0 && block_in_row == 0 && row < p.rows)
+    save_rstd(p.rstd, row, rstd);
   const Polynomial y(factors.factors, rstd);
 
-#pragma unroll 4
-  for (int start = 0; start < dim; start += step) {
-    const int column = start + threadIdx.x * N;
-    const Vector<T, N> x_packed = load<kAligned, N>(x, column, dim_to_read);
-    Vector<T, N> mul_packed{};
-    if constexpr (has_mul(kForm)) mul_packed = load<kAligned, N>(mul, column, dim_to_read);
-    float values[N];
-    results<kForm>(x_packed, mul_packed, y, factors.is_padding, cuts, p.hidden_clamp, values);
-    store<kAligned>(Vector<T, N>::from_floats(values), out, column, dim, column < dim);
+  // NOTE: all lanes of a warp store together.
+#pragma unroll 1
+  for (int start = begin; start < end; start += kPolyNormVectors * step) {
+    const int first_column = start + threadIdx.x * N;
+    const Batch x_batch(x, first_column, step, end, dim_to_read);
+    const Batch mul_batch(has_mul(kForm) ? mul : x, first_column, step, end,
+                          has_mul(kForm) ? dim_to_read : 0);
+#pragma unroll
+    for (int b = 0; b < kPolyNormVectors; ++b) {
+      const int column = first_column + b * step;
+      const Vector<T, N> x_packed = x_batch.finish(b);
+      Vector<T, N> mul_packed{};
+      if constexpr (has_mul(kForm)) mul_packed = mul_batch.finish(b);
+      float values[N];
+      results<kForm>(x_packed, mul_packed, y, factors.is_padding, cuts, p.hidden_clamp, values);
+      store<kAligned>(Vector<T, N>::from_floats(values), out, column, dim,
+                      column < min(end, dim_to_write));
+    }
   }
 }
 
@@ -510,24 +556,20 @@ __device__ __forceinline__ void leave_partial(const float4& total, float* partia
 // Grid: x over groups of blocks (a cluster, or one), which go round until there are no rows left. Block:
 // (threads_per_row, rows_per_block). `blocks_in_cluster` counts with kLong alone.
 //
-// A thread has kVectors vectors of each of kRows rows, together its slots. Unaligned, the blocks that the
-// vectors are put together from are too many for the registers: they are loaded in two batches, and once
-// more, from the nearest cache, for the second pass.
-template <typename T, int kVectors, int kRows, Form kForm, bool kAligned, bool kLong>
+// A thread has kVectors vectors of each of kRows rows, together its slots.
+template <typename T, int kVectors, int kRows, Form kForm, bool kLong>
 __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
                                   : kLong   ? kPolyNormLongThreads
                                             : poly_norm_threads(has_mul(kForm)),
-                                  kRows > 1 ? (kAligned ? 4 : 3)
+                                  kRows > 1 ? 4
                                   : kLong   ? 1
                                             : 2)
     poly_norm_backward_kernel(const PolyNormBackward p, const int blocks_in_cluster) {
+  constexpr bool kAligned = true;
   constexpr int N = 16 / sizeof(T);
   constexpr bool kMul = has_mul(kForm);
   constexpr int kSlots = kRows * kVectors;
-  constexpr bool kKept = kAligned;  // in registers, from the first pass to the second
-  constexpr int kBatch = kKept ? kSlots : kSlots / 2;
-  constexpr int kUnroll = kKept || kRows > 1 ? kSlots : 1;  // sums must not be indexed at run time
-  const int cluster = kLong ? blocks_in_cluster : 1;
+  const int cluster = kLong && kCompilesClusters ? blocks_in_cluster : 1;
   __shared__ RowSumScratch<4> scratch[2];
   const int dim = static_cast<int>(p.dim);
   const int step = blockDim.x * N;  // between a thread's vectors
@@ -569,40 +611,30 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
     float rstd[3];
     load_rstd(p.rstd, own_row < p.rows ? own_row : p.rows - 1, rstd);
 
+    // Start to load everything.
+    Loading<T, N, kAligned> grad_out_loading[kSlots], x_loading[kSlots],
+        mul_loading[kMul ? kSlots : 1];
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      grad_out_loading[s].start(grad_out_of(s), column_of(s), dim_of(s));
+      x_loading[s].start(x_of(s), column_of(s), dim_of(s));
+      if constexpr (kMul) mul_loading[s].start(mul_of(s), column_of(s), dim_of(s));
+    }
+    factors.load_of_row(p, first_row);
+
     // The sums of each row.
-    Vector<T, N> grad_packed[kKept ? kSlots : 1], x_packed[kKept ? kSlots : 1],
-        mul_packed[kKept && kMul ? kSlots : 1];
+    Vector<T, N> grad_packed[kSlots], x_packed[kSlots], mul_packed[kSlots];
     float sums[kRows][4] = {};
-#pragma unroll kUnroll
-    for (int batch = 0; batch < kSlots; batch += kBatch) {
-      // Start to load everything of the batch.
-      Loading<T, N, kAligned> grad_out_loading[kBatch], x_loading[kBatch],
-          mul_loading[kMul ? kBatch : 1];
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        const int s = batch + b;
-        grad_out_loading[b].start(grad_out_of(s), column_of(s), dim_of(s));
-        x_loading[b].start(x_of(s), column_of(s), dim_of(s));
-        if constexpr (kMul) mul_loading[b].start(mul_of(s), column_of(s), dim_of(s));
-      }
-      if (batch == 0) factors.load_of_row(p, first_row);
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        const int s = batch + b, i = row_of(s);
-        const Vector<T, N> grad =
-            grad_out_loading[b].finish(grad_out_of(s), column_of(s), dim_of(s));
-        const Vector<T, N> x = x_loading[b].finish(x_of(s), column_of(s), dim_of(s));
-        Vector<T, N> mul{};
-        if constexpr (kMul) mul = mul_loading[b].finish(mul_of(s), column_of(s), dim_of(s));
-        if constexpr (kKept) {
-          grad_packed[s] = grad;
-          x_packed[s] = x;
-          if constexpr (kMul) mul_packed[s] = mul;
-        }
-        Inputs<kForm, N> in(grad, x, mul, Polynomial(factors.factors, rstd), cuts, p.hidden_clamp);
-        in.multiply_grad();
-        add_products(in.grad, in.x, sums[i]);
-      }
+    for (int s = 0; s < kSlots; ++s) {
+      grad_packed[s] = grad_out_loading[s].finish(grad_out_of(s), column_of(s), dim_of(s));
+      x_packed[s] = x_loading[s].finish(x_of(s), column_of(s), dim_of(s));
+      mul_packed[s] = Vector<T, N>{};
+      if constexpr (kMul) mul_packed[s] = mul_loading[s].finish(mul_of(s), column_of(s), dim_of(s));
+      Inputs<kForm, N> in(grad_packed[s], x_packed[s], mul_packed[s],
+                          Polynomial(factors.factors, rstd), cuts, p.hidden_clamp);
+      in.multiply_grad();
+      add_products(in.grad, in.x, sums[row_of(s)]);
     }
     if (turn == 0) row_sum_end(cluster);
     float own_sums[4];
@@ -637,24 +669,13 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
       T* grad_mul = static_cast<T*>(p.grad_mul);
       if (grad_x != nullptr) grad_x += row * p.grad_x_stride;
       if (grad_mul != nullptr) grad_mul += row * p.grad_mul_stride;
-#pragma unroll kUnroll
+#pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int s = i * kVectors + j;
         const int column = column_of(s);
-        const auto write = [&](const Vector<T, N>& grad, const Vector<T, N>& x,
-                               const Vector<T, N>& mul) {
-          write_gradients<kForm, kAligned>(grad, x, mul, y, derivative, factors.is_padding, cuts,
-                                           p.hidden_clamp, grad_x, grad_mul, column, dim,
-                                           column < write_dim_of(s));
-        };
-        if constexpr (kKept) {
-          write(grad_packed[s], x_packed[s], mul_packed[kMul ? s : 0]);
-        } else {
-          Vector<T, N> mul{};
-          if constexpr (kMul) mul = load<kAligned, N>(mul_of(s), column, dim_of(s));
-          write(load<kAligned, N>(grad_out_of(s), column, dim_of(s)),
-                load<kAligned, N>(x_of(s), column, dim_of(s)), mul);
-        }
+        write_gradients<kForm, kAligned>(grad_packed[s], x_packed[s], mul_packed[s], y, derivative,
+                                         factors.is_padding, cuts, p.hidden_clamp, grad_x, grad_mul,
+                                         column, dim, column < write_dim_of(s));
       }
     }
     ++turn;
@@ -672,68 +693,103 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
   }
 }
 
-// Rows of any length, one a block at a time, read twice.
-template <typename T, Form kForm, bool kAligned>
+// Rows of any length and alignment, read twice. A block has `slice` columns of each of blockDim.y rows at a time. Of
+// shorter rows, threads have the columns, and one after the other the rows (`rows_per_thread` of them), that those
+// of the kernel above have at once.
+template <typename T, Form kForm>
 __global__ void __launch_bounds__(kPolyNormLongThreads)
-    poly_norm_backward_streamed_kernel(const PolyNormBackward p) {
+    poly_norm_backward_streamed_kernel(const PolyNormBackward p, const int cluster, const int slice,
+                                       const int rows_per_thread) {
+  constexpr bool kAligned = false;
   constexpr int N = 16 / sizeof(T);
   __shared__ RowSumScratch<4> scratch[2];
   const int dim = static_cast<int>(p.dim);
+  const int block_in_row = cluster > 1 ? cluster_rank() : 0;
+  const int group = blockIdx.x / cluster;
+  const int begin = block_in_row * slice, end = min(begin + slice, dim);
   const int step = blockDim.x * N;
   const bool cuts = clamps<kForm>(p);
+  const int64_t rows = rows_to_read<kForm>(p);
+  const int64_t rows_at_once = int64_t{blockDim.y} * rows_per_thread;
+  const int64_t row_step = rows_at_once * (gridDim.x / cluster);
+
+  row_sum_start(cluster, scratch);
   RowFactors<T, kForm> factors;
   factors.load_common(p);
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   int turn = 0;
-  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
-    const T* grad_out = static_cast<const T*>(p.grad_out) + row * p.grad_out_stride;
-    const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
-    const T* mul = static_cast<const T*>(p.mul) + row * p.mul_stride;
-    T* grad_x = static_cast<T*>(p.grad_x);
-    T* grad_mul = static_cast<T*>(p.grad_mul);
-    if (grad_x != nullptr) grad_x += row * p.grad_x_stride;
-    if (grad_mul != nullptr) grad_mul += row * p.grad_mul_stride;
-    factors.load_of_row(p, row);
-    const int dim_to_read = factors.is_padding ? 0 : dim;
-    float rstd[3];
-    load_rstd(p.rstd, row, rstd);
-    const Polynomial y(factors.factors, rstd);
+#pragma unroll 1
+  for (int i = 0; i < rows_per_thread; ++i) {
+    float4 total_of_row = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+    for (int64_t block_row = group * rows_at_once; block_row < p.rows; block_row += row_step) {
+      const int64_t row = block_row + int64_t{threadIdx.y} * rows_per_thread + i;
+      const T* grad_out = static_cast<const T*>(p.grad_out) + row * p.grad_out_stride;
+      const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+      const T* mul = static_cast<const T*>(p.mul) + row * p.mul_stride;
+      T* grad_x = static_cast<T*>(p.grad_x);
+      T* grad_mul = static_cast<T*>(p.grad_mul);
+      if (grad_x != nullptr) grad_x += row * p.grad_x_stride;
+      if (grad_mul != nullptr) grad_mul += row * p.grad_mul_stride;
+      factors.load_of_row(p, row);
+      // Rows past the end are empty.
+      const int dim_to_read = row < rows ? dim : 0;
+      const int dim_to_write = row < p.rows ? dim : 0;
+      float rstd[3];
+      load_rstd(p.rstd, row < p.rows ? row : p.rows - 1, rstd);
+      const Polynomial y(factors.factors, rstd);
+      constexpr int kBatch = 2;
+      using Batch = BatchLoading<T, N, kBatch>;
+      float sums[4] = {};
+#pragma unroll 1
+      for (int start = begin; start < end; start += kBatch * step) {
+        const int first_column = start + threadIdx.x * N;
+        const Batch grad_out_batch(grad_out, first_column, step, end, dim_to_read);
+        const Batch x_batch(x, first_column, step, end, dim_to_read);
+        const Batch mul_batch(has_mul(kForm) ? mul : x, first_column, step, end,
+                              has_mul(kForm) ? dim_to_read : 0);
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          Vector<T, N> mul_packed{};
+          if constexpr (has_mul(kForm)) mul_packed = mul_batch.finish(b);
+          Inputs<kForm, N> in(grad_out_batch.finish(b), x_batch.finish(b), mul_packed, y, cuts,
+                              p.hidden_clamp);
+          in.multiply_grad();
+          add_products(in.grad, in.x, sums);
+        }
+      }
+      if (turn == 0) row_sum_end(cluster);
+      row_sum<false>(sums, cluster, scratch, turn);
+      const Derivative derivative(y, rstd, sums, static_cast<float>(dim));
+      if (row < p.rows) {
+        const float4 part = weight_part(rstd, sums);
+        if constexpr (kForm == Form::grouped) {
+          if (p.partials != nullptr && begin == 0 && threadIdx.x == 0 && !factors.is_padding)
+            reinterpret_cast<float4*>(p.partials)[row] = part;
+        } else {
+          add(total_of_row, part);
+        }
+      }
 
-    float sums[4] = {};
-#pragma unroll 2
-    for (int column = threadIdx.x * N; column < dim_to_read; column += step) {
-      Vector<T, N> mul_packed{};
-      if constexpr (has_mul(kForm)) mul_packed = load<kAligned, N>(mul, column, dim);
-      Inputs<kForm, N> in(load<kAligned, N>(grad_out, column, dim),
-                          load<kAligned, N>(x, column, dim), mul_packed, y, cuts, p.hidden_clamp);
-      in.multiply_grad();
-      add_products(in.grad, in.x, sums);
+      // NOTE: all lanes of a warp store together.
+#pragma unroll 1
+      for (int start = begin; start < end; start += step) {
+        const int column = start + threadIdx.x * N;
+        Vector<T, N> mul_packed{};
+        if constexpr (has_mul(kForm)) mul_packed = load<kAligned, N>(mul, column, dim_to_read);
+        write_gradients<kForm, kAligned>(load<kAligned, N>(grad_out, column, dim_to_read),
+                                         load<kAligned, N>(x, column, dim_to_read), mul_packed, y,
+                                         derivative, factors.is_padding, cuts, p.hidden_clamp,
+                                         grad_x, grad_mul, column, dim, column < dim_to_write);
+      }
+      ++turn;
     }
-    row_sum<false>(sums, 1, scratch, turn);
-    const Derivative derivative(y, rstd, sums, static_cast<float>(dim));
-    const float4 part = weight_part(rstd, sums);
-    if constexpr (kForm == Form::grouped) {
-      if (p.partials != nullptr && threadIdx.x == 0 && !factors.is_padding)
-        reinterpret_cast<float4*>(p.partials)[row] = part;
-    } else {
-      add(total, part);
-    }
-
-#pragma unroll 2
-    for (int start = 0; start < dim; start += step) {
-      const int column = start + threadIdx.x * N;
-      Vector<T, N> mul_packed{};
-      if constexpr (has_mul(kForm)) mul_packed = load<kAligned, N>(mul, column, dim_to_read);
-      write_gradients<kForm, kAligned>(load<kAligned, N>(grad_out, column, dim_to_read),
-                                       load<kAligned, N>(x, column, dim_to_read), mul_packed, y,
-                                       derivative, factors.is_padding, cuts, p.hidden_clamp, grad_x,
-                                       grad_mul, column, dim, column < dim);
-    }
-    ++turn;
+    add(total, total_of_row);
   }
   let_kernel_after_start();
   if constexpr (kForm != Form::grouped) {
-    if (p.partials != nullptr) leave_partial(total, p.partials, blockIdx.x, threadIdx.x == 0);
+    if (p.partials != nullptr && block_in_row == 0)
+      leave_partial(total, p.partials, group, threadIdx.x == 0);
   }
 }
 
@@ -775,32 +831,30 @@ __global__ void __launch_bounds__(1024) poly_norm_backward_weight_kernel(const P
 template <Form kForm>
 using FormTag = std::integral_constant<Form, kForm>;
 
-// f(type of the elements, form, aligned) for what is in the params.
+// f(type of the elements, form) for what is in the params.
 template <typename Params, typename F>
 gpuError dispatch(const Params& p, F&& f) {
-  const auto with_form = [&](auto tag, auto aligned) {
-    using T = typename decltype(tag)::type;
-    if (p.mul == nullptr) return f(TypeTag<T>{}, FormTag<Form::plain>{}, aligned);
-    if (p.offs == nullptr) return f(TypeTag<T>{}, FormTag<Form::mul>{}, aligned);
-    return f(TypeTag<T>{}, FormTag<Form::grouped>{}, aligned);
-  };
   return dispatch_dtype(p.dtype, [&](auto tag) {
-    return with_bool(is_aligned(p), [&](auto aligned) { return with_form(tag, aligned); });
+    if (p.mul == nullptr) return f(tag, FormTag<Form::plain>{});
+    if (p.offs == nullptr) return f(tag, FormTag<Form::mul>{});
+    return f(tag, FormTag<Form::grouped>{});
   });
 }
 
-// launch(vectors, rows, long) with the template arguments of a kernel for this policy. Unaligned rows always
-// have the kernel for long rows, whose registers they need.
-template <Form kForm, bool kAligned, typename F>
+// Columns of a row that a block of a streamed kernel has.
+int streamed_slice(const RowPolicy& policy, int64_t dim, DType dtype) {
+  if (policy.streamed) return static_cast<int>(dim);
+  return policy.threads_per_row * policy.vectors * (16 / dtype_size(dtype));
+}
+
+// launch(vectors, rows, long) with the template arguments of a kernel for this policy.
+template <Form kForm, typename F>
 gpuError with_row_kernel(const RowPolicy& policy, bool is_long, F&& launch) {
   const auto with_long = [&](auto vectors, auto rows) {
-    constexpr bool kMayBeShort = kAligned;
-    constexpr bool kMayBeLong = !kAligned || vectors == kPolyNormVectors;
-    if constexpr (kMayBeShort) {
-      if (!is_long) return launch(vectors, rows, std::false_type{});
+    if constexpr (vectors == kPolyNormVectors) {
+      if (is_long) return launch(vectors, rows, std::true_type{});
     }
-    if constexpr (kMayBeLong) return launch(vectors, rows, std::true_type{});
-    return gpuErrorInvalidValue;  // not reached: short rows are not long
+    return launch(vectors, rows, std::false_type{});
   };
   using std::integral_constant;
   if constexpr (kForm != Form::grouped) {
@@ -819,21 +873,22 @@ namespace gpu {
 const char* poly_norm_forward(const PolyNormForward& p, int device, void* raw_stream) {
   const gpuStream stream = static_cast<gpuStream>(raw_stream);
   const RowPolicy policy = poly_norm_forward_policy(device_info(device), p);
-  return message_of(dispatch(p, [&](auto tag, auto form, auto aligned) {
+  return message_of(dispatch(p, [&](auto tag, auto form) {
     using T = typename decltype(tag)::type;
     constexpr Form kForm = decltype(form)::value;
-    constexpr bool kAligned = decltype(aligned)::value;
     const dim3 block(policy.threads_per_row, policy.rows_per_block);
-    if (policy.streamed) {
-      return gpu_launch(&poly_norm_forward_streamed_kernel<T, kForm, kAligned>, dim3(p.rows), block,
-                        0, 1, stream, p);
+    if (policy.streamed || !is_aligned(p)) {
+      const dim3 grid(ceil_div(p.rows, policy.rows_per_block) * policy.cluster);
+      return gpu_launch(&poly_norm_forward_streamed_kernel<T, kForm>, grid, block, 0,
+                        policy.cluster, stream, p, policy.cluster,
+                        streamed_slice(policy, p.dim, p.dtype));
     }
     const int64_t rows_at_once = int64_t{policy.rows_per_block} * policy.rows_per_thread;
     const dim3 grid(ceil_div(p.rows, rows_at_once) * policy.cluster);
-    return with_row_kernel<kForm, kAligned>(
+    return with_row_kernel<kForm>(
         policy, policy.cluster > 1, [&](auto vectors, auto rows, auto is_long) {
-          return gpu_launch(&poly_norm_forward_kernel<T, vectors, rows, kForm, kAligned, is_long>,
-                            grid, block, 0, policy.cluster, stream, p, policy.cluster);
+          return gpu_launch(&poly_norm_forward_kernel<T, vectors, rows, kForm, is_long>, grid,
+                            block, 0, policy.cluster, stream, p, policy.cluster);
         });
   }));
 }
@@ -846,22 +901,21 @@ const char* poly_norm_backward(const PolyNormBackward& p, int device, void* raw_
   const gpuStream stream = static_cast<gpuStream>(raw_stream);
   const PolyNormBackwardPolicy policy = poly_norm_backward_policy(device_info(device), p);
   const RowPolicy& row = policy.row;
-  const gpuError error = dispatch(p, [&](auto tag, auto form, auto aligned) {
+  const gpuError error = dispatch(p, [&](auto tag, auto form) {
     using T = typename decltype(tag)::type;
     constexpr Form kForm = decltype(form)::value;
-    constexpr bool kAligned = decltype(aligned)::value;
     const dim3 grid(policy.groups * row.cluster);
     const dim3 block(row.threads_per_row, row.rows_per_block);
-    if (row.streamed) {
-      return gpu_launch(&poly_norm_backward_streamed_kernel<T, kForm, kAligned>, grid, block, 0, 1,
-                        stream, p);
+    if (row.streamed || !is_aligned(p)) {
+      return gpu_launch(&poly_norm_backward_streamed_kernel<T, kForm>, grid, block, 0, row.cluster,
+                        stream, p, row.cluster, streamed_slice(row, p.dim, p.dtype),
+                        row.rows_per_thread);
     }
     const bool is_long = row.cluster > 1 || row.threads_per_row > poly_norm_threads(has_mul(kForm));
-    return with_row_kernel<kForm, kAligned>(
-        row, is_long, [&](auto vectors, auto rows, auto is_long) {
-          return gpu_launch(&poly_norm_backward_kernel<T, vectors, rows, kForm, kAligned, is_long>,
-                            grid, block, 0, row.cluster, stream, p, row.cluster);
-        });
+    return with_row_kernel<kForm>(row, is_long, [&](auto vectors, auto rows, auto is_long) {
+      return gpu_launch(&poly_norm_backward_kernel<T, vectors, rows, kForm, is_long>, grid, block,
+                        0, row.cluster, stream, p, row.cluster);
+    });
   });
   if (error != gpuSuccess || p.partials == nullptr || p.experts == 0) return message_of(error);
   return message_of(gpu_launch_after(&poly_norm_backward_weight_kernel, dim3(p.experts),
