@@ -181,8 +181,8 @@ void rms_norm_forward(const DeviceInfo& device, Report& report) {
         p.x_dtype = x, p.out_dtype = out, p.weight_dtype = DType::float32;
         report.begin(shape_of(dim, rows, stride, offset, x, out, residual));
         const int size = dtype_size(x);
-        const bool aligned = is_aligned(p);
-        expect_aligned(report, aligned,
+        const bool aligned = has_aligned_kernel(p);
+        expect_aligned(report, is_aligned(p),
                        {{p.x, p.x_stride, dim, size},
                         {p.residual, p.residual_stride, dim, size},
                         {p.new_residual, dim, dim, size},
@@ -227,8 +227,8 @@ void rms_norm_backward(const DeviceInfo& device, Report& report) {
         p.x_dtype = x, p.out_dtype = out, p.weight_dtype = DType::float32;
         report.begin(shape_of(dim, rows, stride, offset, x, out, residual));
         const int size = dtype_size(x);
-        const bool aligned = is_aligned(p);
-        expect_aligned(report, aligned,
+        const bool aligned = has_aligned_kernel(p);
+        expect_aligned(report, is_aligned(p),
                        {{p.x, dim, dim, size},
                         {p.grad_out, stride, dim, dtype_size(out)},
                         {p.grad_new_residual, stride, dim, size},

@@ -13,9 +13,12 @@
 //
 // A thread has vectors of N elements, 16 bytes of x. With kAligned every row of every tensor starts and ends
 // on a 16-byte boundary; without, rows may start anywhere, and pass through shared memory both ways
-// (common/staged.h). Which thread has which columns, and so the order of every sum, is the same, but
+// (common/staged.h), as do all of which the output has another type than x: that is too rare for kernels of its
+// own. Which thread has which columns, and so the order of every sum, is the same, but
 // for a backward whose unaligned rows fill the shared memory and are cut over more blocks.
 #include "norm/rms_norm.h"
+
+#include <type_traits>
 
 #include "common/dispatch.h"
 #include "common/reduce.h"
@@ -40,13 +43,8 @@ template <bool kAligned, int N, typename W>
 __device__ __forceinline__ Vector<W, N> load_weight(const W* weight, int column, int dim) {
   if (column >= dim) return Vector<W, N>::zero();
   if constexpr (!kAligned) {
-    if (column + N > dim || bytes_behind_boundary(weight) != 0) {
-      float values[N];
-#pragma unroll
-      for (int k = 0; k < N; ++k)
-        values[k] = column + k < dim ? to_float(weight[column + k]) : 0.0f;
-      return Vector<W, N>::from_floats(values);
-    }
+    if (column + N > dim || bytes_behind_boundary(weight) != 0)
+      return Vector<W, N>::load_elements(weight, column, dim);
   }
   return Vector<W, N>::load(weight + column);
 }
@@ -149,7 +147,8 @@ __global__ void __launch_bounds__(kAligned && !kResidual ? 576 : kMaxThreads,
                                   kAligned&& kResidual ? 1 : 2)
     rms_norm_forward_kernel(const RmsNormForward p, const int blocks_in_cluster) {
   static_assert(kAligned || kRows == 1, "unaligned rows are staged one a thread");
-  const int cluster = kClusters ? blocks_in_cluster : 1;
+  if constexpr (kAligned && kClusters && !kCompilesClusters) return;
+  const int cluster = kClusters && kCompilesClusters ? blocks_in_cluster : 1;
   constexpr int N = 16 / sizeof(T);
   constexpr int kStep = kWarpSize * N;  // columns between a thread's vectors
   __shared__ RowSumScratch<kRows> scratch[1];
@@ -288,10 +287,11 @@ __global__ void __launch_bounds__(kAligned && !kResidual ? 576 : kMaxThreads,
   }
 }
 
-// Rows of any length, one a block, read twice: the second time mostly from L2.
-template <typename T, typename O, bool kResidual, bool kAligned>
+// Rows of any length and alignment, one a block, read twice: the second time mostly from L2.
+template <typename T, typename O, bool kResidual>
 __global__ void __launch_bounds__(kMaxThreads)
     rms_norm_forward_streamed_kernel(const RmsNormForward p) {
+  constexpr bool kAligned = false;
   constexpr int N = 16 / sizeof(T);
   __shared__ RowSumScratch<1> scratch[1];
   const int64_t row = blockIdx.x;
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   const int step = blockDim.x * N;
 
   float sum[1] = {0.0f};
-#pragma unroll 4
+#pragma unroll 1
   for (int start = 0; start < dim; start += step) {
     const int column = start + threadIdx.x * N;
     Vector<T, N> s = load<kAligned, N>(x, column, dim);
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   const float rstd = reciprocal_sqrt(sum[0] / static_cast<float>(dim) + p.eps);
   if (p.rstd != nullptr && threadIdx.x == 0) p.rstd[row] = rstd;
 
-#pragma unroll 4
+#pragma unroll 1
   for (int start = 0; start < dim; start += step) {
     const int column = start + threadIdx.x * N;
     const Vector<T, N> s = load<kAligned, N>(kResidual ? new_residual : x, column, dim);
@@ -625,9 +625,10 @@ template <typename T, typename O, int kVectors, typename Stages, bool kClusters>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     rms_norm_backward_kernel(const RmsNormBackward p, const int blocks_in_cluster,
                              const int stages) {
-  const int cluster = kClusters ? blocks_in_cluster : 1;
   constexpr int N = Stages::N;
   constexpr bool kAligned = !Stages::kShared;
+  if constexpr ((Stages::kBulk || (kClusters && kAligned)) && !kCompilesClusters) return;
+  const int cluster = kClusters && kCompilesClusters ? blocks_in_cluster : 1;
   // NOTE: off a 128-byte boundary the asynchronous copies take a fifth longer.
   extern __shared__ __align__(128) uint4 dynamic_memory[];
   __shared__ RowSumScratch<1> scratch[2];
@@ -801,10 +802,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   }
 }
 
-// grad_x of rows of any length, one a block.
-template <typename T, typename O, bool kAligned>
+// grad_x of rows of any length and alignment, one a block.
+template <typename T, typename O>
 __global__ void __launch_bounds__(kMaxThreads)
     rms_norm_backward_streamed_kernel(const RmsNormBackward p) {
+  constexpr bool kAligned = false;
   constexpr int N = 16 / sizeof(T);
   __shared__ RowSumScratch<1> scratch[1];
   const int64_t row = blockIdx.x;
@@ -831,7 +833,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   };
 
   float dot[1] = {0.0f};
-#pragma unroll 2
+#pragma unroll 1
   for (int column = threadIdx.x * N; column < dim; column += step) {
     float g[N], values[N];
     load_both(column, g, values);
@@ -841,7 +843,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   row_sum<false>(dot, 1, scratch, 0);
   const float mean_rstd = dot[0] * rstd / static_cast<float>(dim) * rstd;
 
-#pragma unroll 2
+#pragma unroll 1
   for (int start = 0; start < dim; start += step) {
     const int column = start + threadIdx.x * N;
     float g[N], values[N];
@@ -904,7 +906,7 @@ __global__ void __launch_bounds__(kWeightThreads)
 // ---- launchers ----
 
 BackwardPolicy policy_of(const RmsNormBackward& p, int device) {
-  return rms_norm_backward_policy(device_info(device), is_aligned(p), p);
+  return rms_norm_backward_policy(device_info(device), has_aligned_kernel(p), p);
 }
 
 template <typename T, typename O, bool kResidual, bool kAligned>
@@ -912,7 +914,7 @@ gpuError launch_forward(const RmsNormForward& p, int device, gpuStream stream) {
   const ForwardPolicy chosen = rms_norm_forward_policy(device_info(device), kAligned, p);
   const RowPolicy& policy = chosen.row;
   if (policy.streamed) {
-    return gpu_launch(&rms_norm_forward_streamed_kernel<T, O, kResidual, kAligned>, dim3(p.rows),
+    return gpu_launch(&rms_norm_forward_streamed_kernel<T, O, kResidual>, dim3(p.rows),
                       dim3(policy.threads_per_row), 0, 1, stream, p);
   }
   const auto launch = [&](auto kernel) {
@@ -935,29 +937,28 @@ gpuError launch_forward(const RmsNormForward& p, int device, gpuStream stream) {
   } else {
     if (policy.vectors == 1)
       return launch(&rms_norm_forward_kernel<T, O, 1, 1, kResidual, false, false>);
-    return with_bool(policy.cluster > 1, [&](auto clusters) {
-      return launch(&rms_norm_forward_kernel<T, O, 4, 1, kResidual, false, clusters>);
-    });
+    return launch(&rms_norm_forward_kernel<T, O, 4, 1, kResidual, false, true>);
   }
 }
 
-// `kVectors` is the most that the policy gives; halves of it are what else it may give. kLong: rows may be
-// cut over a cluster, which is so with the most vectors.
+// `kVectors` is the most that the policy gives; halves of it are what else it may give, but for bulk copies. kLong:
+// rows may be cut over a cluster, which is so with the most vectors.
 template <typename T, typename O, int kVectors, template <typename, typename, int> class Stages,
           bool kLong = true>
 gpuError launch_backward_rows(const RmsNormBackward& p, const BackwardPolicy& policy,
                               gpuStream stream) {
-  if constexpr (kVectors > 1) {
+  using Chosen = Stages<T, O, kVectors>;
+  if constexpr (kVectors > 1 && !Chosen::kBulk) {
     if (policy.row.vectors < kVectors) {
       return launch_backward_rows<T, O, kVectors / 2, Stages, false>(p, policy, stream);
     }
   }
-  return with_bool(kLong && policy.row.cluster > 1, [&](auto clusters) {
-    constexpr bool kClusters = kLong && clusters;
+  return with_bool(policy.row.cluster > 1, [&](auto clusters) {
+    constexpr bool kClusters = kLong && (clusters || Chosen::kShared);
     return gpu_launch(
-        &rms_norm_backward_kernel<T, O, kVectors, Stages<T, O, kVectors>, kClusters>,
-        dim3(policy.blocks), dim3(policy.row.threads_per_row, policy.row.rows_per_block),
-        policy.shared_bytes, policy.row.cluster, stream, p, policy.row.cluster, policy.stages);
+        &rms_norm_backward_kernel<T, O, kVectors, Chosen, kClusters>, dim3(policy.blocks),
+        dim3(policy.row.threads_per_row, policy.row.rows_per_block), policy.shared_bytes,
+        policy.row.cluster, stream, p, policy.row.cluster, policy.stages);
   });
 }
 
@@ -965,10 +966,8 @@ template <typename T, typename O>
 gpuError launch_backward_streamed(const RmsNormBackward& p, const BackwardPolicy& policy,
                                   gpuStream stream) {
   if (p.grad_x != nullptr) {
-    const gpuError error = with_bool(is_aligned(p), [&](auto aligned) {
-      return gpu_launch(&rms_norm_backward_streamed_kernel<T, O, aligned>, dim3(p.rows),
-                        dim3(policy.row.threads_per_row), 0, 1, stream, p);
-    });
+    const gpuError error = gpu_launch(&rms_norm_backward_streamed_kernel<T, O>, dim3(p.rows),
+                                      dim3(policy.row.threads_per_row), 0, 1, stream, p);
     if (error != gpuSuccess) return error;
   }
   if (p.grad_weight == nullptr) return gpuSuccess;
@@ -999,9 +998,10 @@ const char* rms_norm_forward(const RmsNormForward& p, int device, void* stream) 
         using T = typename decltype(x_tag)::type;
         using O = typename decltype(out_tag)::type;
         error = with_bool(p.residual != nullptr, [&](auto residual) {
-          return with_bool(is_aligned(p), [&](auto aligned) {
-            return launch_forward<T, O, residual, aligned>(p, device,
-                                                           static_cast<gpuStream>(stream));
+          return with_bool(has_aligned_kernel(p), [&](auto aligned) {
+            constexpr bool kAligned = aligned && std::is_same_v<T, O>;
+            return launch_forward<T, O, residual, kAligned>(p, device,
+                                                            static_cast<gpuStream>(stream));
           });
         });
       });
@@ -1021,18 +1021,22 @@ const char* rms_norm_backward(const RmsNormBackward& p, int device, void* raw_st
       dispatch_activation_output(p.x_dtype, p.out_dtype, [&](auto x_tag, auto out_tag) {
         using T = typename decltype(x_tag)::type;
         using O = typename decltype(out_tag)::type;
+        constexpr int kMostVectors = kBackwardColumns * sizeof(T) / 16;
         if (policy.row.streamed) {
           error = launch_backward_streamed<T, O>(p, policy, stream);
-        } else if (policy.bulk) {
-          error = launch_backward_rows<T, O, kBackwardColumns * sizeof(T) / 16, BulkStages>(
-              p, policy, stream);
-        } else if (is_aligned(p)) {
-          error = launch_backward_rows<T, O, kBackwardColumns * sizeof(T) / 16, PrivateStages>(
-              p, policy, stream);
-        } else {
-          error = launch_backward_rows<T, O, kBackwardColumns * sizeof(T) / 16, SharedStages>(
-              p, policy, stream);
+          return;
         }
+        if constexpr (std::is_same_v<T, O>) {
+          if (policy.bulk) {
+            error = launch_backward_rows<T, T, kMostVectors, BulkStages>(p, policy, stream);
+            return;
+          }
+          if (has_aligned_kernel(p)) {
+            error = launch_backward_rows<T, T, kMostVectors, PrivateStages>(p, policy, stream);
+            return;
+          }
+        }
+        error = launch_backward_rows<T, O, kMostVectors, SharedStages>(p, policy, stream);
       });
   if (!supported) return "unsupported element types";
   const bool partial = p.partial_count > 1 || policy.row.streamed;

@@ -26,6 +26,12 @@ inline bool is_aligned(const RmsNormBackward& p) {
          aligned_rows(p.weight, 0, p.dim, p.weight_dtype);
 }
 
+// Rows of two types pass through shared memory as unaligned ones do: few callers have them.
+template <typename Params>
+inline bool has_aligned_kernel(const Params& p) {
+  return is_aligned(p) && p.x_dtype == p.out_dtype;
+}
+
 constexpr int kMaxThreads = 512;  // as the kernels' launch bounds
 
 // The most vectors of a row that a block of the forward holds.
@@ -182,13 +188,14 @@ inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& device, bool al
       --row.rows_per_block;
     }
   }
-  // Bulk copies pay where a block has rows enough to copy ahead.
+  // Bulk copies pay where a block has rows enough to copy ahead. Their kernels have the most vectors a thread.
   const auto bulk_bytes_of = [&](int rows) {
     return rows * row.threads_per_row * row.vectors * vector_size * (x_reads * x_size + out_size);
   };
   const int64_t turns =
       ceil_div(rows * row.cluster, int64_t{device.multiprocessors} * row.rows_per_block);
-  policy.bulk = aligned && device.has_bulk_copy && row.threads_per_row > kWarpSize && turns > 2 &&
+  policy.bulk = aligned && device.has_bulk_copy && row.threads_per_row > kWarpSize &&
+                row.vectors == kBackwardColumns / vector_size && turns > 2 &&
                 2 * bulk_bytes_of(1) <= shared_bytes;
   while (policy.bulk && 2 * bulk_bytes_of(row.rows_per_block) > shared_bytes) --row.rows_per_block;
   const int stage_bytes =
