@@ -256,7 +256,8 @@ __global__ void __launch_bounds__(!kAligned   ? kAdaNormThreads
                             const int blocks_in_cluster) {
   constexpr int N = 16 / sizeof(T);
   constexpr int kStep = kWarpSize * N;  // columns between a thread's vectors
-  const int cluster = kClusters ? blocks_in_cluster : 1;
+  if constexpr (kAligned && kClusters && !kCompilesClusters) return;
+  const int cluster = kClusters && kCompilesClusters ? blocks_in_cluster : 1;
   constexpr int kSums = kNeedsRest<T> ? 2 : 1;  // of a row's deviations
   __shared__ RowSumScratch<kRows> mean_scratch[1];
   __shared__ RowSumScratch<kSums * kRows> scratch[1];
@@ -447,7 +448,7 @@ __global__ void __launch_bounds__(kAdaNormThreads)
 
   float mean[1] = {0.0f};
   if (kResidual || p.layer) {
-#pragma unroll 2
+#pragma unroll 1
     for (int start = 0; start < dim; start += step) {
       const int column = start + threadIdx.x * N;
       Vector<T, N> values = load<kAligned, N>(x, column, dim);
@@ -466,7 +467,7 @@ __global__ void __launch_bounds__(kAdaNormThreads)
     mean[0] = p.layer ? mean[0] / static_cast<float>(dim) : 0.0f;
   }
   float sums[2] = {};
-#pragma unroll 2
+#pragma unroll 1
   for (int column = threadIdx.x * N; column < dim; column += step) {
     float deviations;
     sums[0] += add_deviations<kAligned>(load<kAligned, N>(s, column, dim), mean[0], column, dim,
@@ -479,7 +480,7 @@ __global__ void __launch_bounds__(kAdaNormThreads)
   const RowStatistics statistics(mean[0], rest, sums[0], static_cast<float>(dim), p.eps);
   if (p.statistics != nullptr && threadIdx.x == 0) statistics.save(p.statistics, row, p.layer);
 
-#pragma unroll 2
+#pragma unroll 1
   for (int start = 0; start < dim; start += step) {
     const int column = start + threadIdx.x * N;
     const auto result = modulated<kAligned>(load<kAligned, N>(s, column, dim), statistics, p, scale,
@@ -598,7 +599,7 @@ struct RowsToCopy {
 };
 
 // Grid: groups of blocks (times the cluster). Block: (threads_per_row, rows_per_block). kResidual: there may be
-// grad_new_residual, grad_residual and a gate; kByRow: a scale or a gate for every row.
+// grad_new_residual, grad_residual and a gate; kByRow: there may be a scale or a gate for every row.
 //
 // [stage][tensor][vector][thread] are the rows under way, and behind them what is multiplied with grad_out.
 template <typename T, bool kResidual, bool kByRow, bool kAligned>
@@ -1165,9 +1166,12 @@ gpuError launch_backward(const AdaNormBackward& p, const AdaNormBackwardPolicy& 
       return gpu_launch(kernel, grid, block, policy.shared_bytes, policy.row.cluster, stream, p,
                         policy.row.cluster, policy.stages);
     };
-    if (p.scale_by_row || p.gate_by_row)
+    if constexpr (aligned) {
+      if (has_residual(p) && !p.scale_by_row && !p.gate_by_row)
+        return run(&ada_norm_backward_kernel<T, true, false, true>);
+    }
+    if (has_residual(p) || p.scale_by_row || p.gate_by_row)
       return run(&ada_norm_backward_kernel<T, true, true, aligned>);
-    if (has_residual(p)) return run(&ada_norm_backward_kernel<T, true, false, aligned>);
     return run(&ada_norm_backward_kernel<T, false, false, aligned>);
   });
 }
