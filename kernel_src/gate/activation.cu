@@ -11,6 +11,9 @@
 //
 // With kAligned every row of every tensor starts on a 16-byte boundary; its last vector may be incomplete.
 // Without, rows may start anywhere, and vectors are put together from two aligned blocks (common/vector.h).
+//
+// Common activations of aligned rows have kernels of their own. The others share one that is told the activation at
+// run time: with kernels for all of them this file took twice as long to compile and had twice the size.
 #include "gate/activation.h"
 
 #include "common/dispatch.h"
@@ -28,6 +31,8 @@ namespace {
 template <typename T>
 struct GpuMath {
   using Floats = float;
+  // The same for all types of this size.
+  using Shared = GpuMath<std::conditional_t<sizeof(T) == sizeof(float), float, float16>>;
   static __device__ __forceinline__ float exp_negative(float v) {
     if constexpr (sizeof(T) == sizeof(float)) return expf(v);
     return exp2_approximate(1.4426950408889634f * v);
@@ -44,27 +49,6 @@ struct GpuMath {
   static __device__ __forceinline__ float smaller(float a, float b) { return fminf(a, b); }
 };
 
-// Elements of a vector that only begins in the row; those behind its end are zero. Not inlined: it is rare, and
-// would be most of the code.
-template <int N, typename T>
-__device__ __noinline__ Vector<T, N> load_elements(const T* row, int column, int dim) {
-  float values[N];
-#pragma unroll
-  for (int k = 0; k < N; ++k) values[k] = column + k < dim ? to_float(row[column + k]) : 0.0f;
-  return Vector<T, N>::from_floats(values);
-}
-
-template <int N, typename T>
-__device__ __noinline__ void store_elements(const Vector<T, N> vector, T* row, int column,
-                                            int dim) {
-  float values[N];
-  vector.to_floats(values);
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    if (column + k < dim) row[column + k] = from_float<T>(values[k]);
-  }
-}
-
 // A vector of a row on its way, as Loading, for aligned rows whose last vector may be incomplete too.
 template <typename T, int N, bool kAligned>
 struct RowLoading {
@@ -74,7 +58,8 @@ struct RowLoading {
     loading.start(row, column, kAligned ? dim / N * N : dim);
   }
   __device__ __forceinline__ Vector<T, N> finish(const T* row, int column, int dim) const {
-    if (kAligned && column < dim && column + N > dim) return load_elements<N>(row, column, dim);
+    if (kAligned && column < dim && column + N > dim)
+      return Vector<T, N>::load_elements(row, column, dim);
     return loading.finish(row, column, dim);
   }
 };
@@ -88,9 +73,82 @@ __device__ __forceinline__ void store_in_row(const Vector<T, N>& vector, T* row,
   } else if (column + N <= dim) {
     vector.store(row + column);
   } else if (column < dim) {
-    store_elements(vector, row, column, dim);
+    Vector<T, N>::store_elements(vector, row, column, dim);
   }
 }
+
+template <int N>
+struct Elements {
+  float of[N];
+};
+
+// f(AddFormula) of one input, for an activation that is known at run time. Not AddFormula<none>: it reads no inputs.
+template <class Math, typename F>
+__device__ __forceinline__ void with_add_formula(Activation activation, F&& f) {
+  switch (activation) {
+    case Activation::none: break;
+    case Activation::relu: f(AddFormula<Math, Activation::relu, false>{}); break;
+    case Activation::sigmoid: f(AddFormula<Math, Activation::sigmoid, false>{}); break;
+    case Activation::tanh: f(AddFormula<Math, Activation::tanh, false>{}); break;
+    case Activation::gelu: f(AddFormula<Math, Activation::gelu, false>{}); break;
+    case Activation::gelu_tanh: f(AddFormula<Math, Activation::gelu_tanh, false>{}); break;
+    case Activation::gelu_quick: f(AddFormula<Math, Activation::gelu_quick, false>{}); break;
+    case Activation::silu: f(AddFormula<Math, Activation::silu, false>{}); break;
+    case Activation::relu2: f(AddFormula<Math, Activation::relu2, false>{}); break;
+  }
+}
+
+// act(x), and grad_out * act'(x). Not inlined: all kernels of other activations share the code.
+template <class Math, int N>
+__device__ __noinline__ Elements<N> activate_any(Activation activation, Elements<N> x) {
+  with_add_formula<Math>(activation, [&](auto formula) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) x.of[k] = decltype(formula)::forward(x.of[k], 0.0f, Scalars{});
+  });
+  return x;
+}
+
+template <class Math, int N>
+__device__ __noinline__ Elements<N> gradient_any(Activation activation, Elements<N> grad_out,
+                                                 Elements<N> x) {
+  with_add_formula<Math>(activation, [&](auto formula) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      float unused;
+      decltype(formula)::backward(grad_out.of[k], x.of[k], 0.0f, Scalars{}, grad_out.of[k], unused);
+    }
+  });
+  return grad_out;
+}
+
+// As AddFormula, of any activation but `none`.
+template <class Math_, bool kHasY_>
+struct AnyAddFormula {
+  using Math = typename Math_::Shared;
+  static constexpr bool kHasY = kHasY_;
+  static constexpr bool kHasBias = true;
+  static constexpr bool kReadsInputs = true;
+  using Sum = AddFormula<Math, Activation::none, kHasY>;
+};
+
+template <class Formula>
+constexpr bool kIsAny = false;
+template <class Math, bool kHasY>
+constexpr bool kIsAny<AnyAddFormula<Math, kHasY>> = true;
+
+// The formula whose kernels do the work of `Formula` where it is rare.
+template <class Formula>
+struct RareFormula {
+  using type = Formula;
+};
+template <class Math, Activation kActivation, bool kHasY>
+struct RareFormula<AddFormula<Math, kActivation, kHasY>> {
+  using type = AnyAddFormula<Math, kHasY>;
+};
+template <class Math, bool kHasY>
+struct RareFormula<AddFormula<Math, Activation::none, kHasY>> {
+  using type = AddFormula<Math, Activation::none, kHasY>;
+};
 
 template <bool kAligned, int N, typename W>
 __device__ __forceinline__ void add_bias(const W* bias, int column, int dim, float (&values)[N]) {
@@ -117,8 +175,9 @@ struct Elementwise {
   DType bias_dtype;
   int64_t rows, dim;
   Scalars scalars;
-  float* partials;  // [row blocks, dim] with grad_bias
-  void* grad_bias;  // [dim]
+  Activation activation;  // of AnyAddFormula
+  float* partials;        // [row blocks, dim] with grad_bias
+  void* grad_bias;        // [dim]
 };
 
 // What a kernel does to every element. kInTurn: x and y take turns in one tensor.
@@ -132,6 +191,7 @@ struct Function {
   static constexpr bool kReadsBias = kReadsX && Formula::kHasBias;
   static constexpr bool kWritesY = kBackward && Formula::kHasY && !kInTurn;
   static constexpr int kLoads = kBackward + kReadsX + kReadsY;
+  using Rare = Function<typename RareFormula<Formula>::type, kBackward, kInTurn>;
 };
 
 // Columns of one vector.
@@ -205,17 +265,40 @@ __device__ __forceinline__ void run_vectors(const Elementwise& p, int64_t first_
       }
     }
 
+    if constexpr (kIsAny<Formula>) {
+      using Math = typename Formula::Math;
+      Elements<N> grad, sum;
 #pragma unroll
-    for (int k = 0; k < N; ++k) {
+      for (int k = 0; k < N; ++k) sum.of[k] = Formula::Sum::forward(x[k], y[k], p.scalars);
       if constexpr (Function::kBackward) {
-        float grad_x, grad_y;
-        Formula::backward(grad_out[k], x[k], y[k], p.scalars, grad_x, grad_y);
-        sums[k] += grad_x;
-        out[kWidth * k] = grad_x;
-        (kInTurn ? out[kWidth * k + kWidth - 1] : out_y[k]) = grad_y;
+#pragma unroll
+        for (int k = 0; k < N; ++k) grad.of[k] = grad_out[k];
+        sum = gradient_any<Math>(p.activation, grad, sum);
       } else {
-        out[k] = Formula::forward(x[k], y[k], p.scalars);
+        sum = activate_any<Math>(p.activation, sum);
       }
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        out[k] = sum.of[k];
+        if constexpr (Function::kBackward) out_y[k] = p.scalars.alpha * sum.of[k];
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        if constexpr (Function::kBackward) {
+          float grad_x, grad_y;
+          Formula::backward(grad_out[k], x[k], y[k], p.scalars, grad_x, grad_y);
+          out[kWidth * k] = grad_x;
+          (kInTurn ? out[kWidth * k + kWidth - 1] : out_y[k]) = grad_y;
+        } else {
+          out[k] = Formula::forward(x[k], y[k], p.scalars);
+        }
+      }
+    }
+    if constexpr (Function::kBackward) {
+      // NOTE: not contracted with the product that the gradient is, so that all kernels round alike.
+#pragma unroll
+      for (int k = 0; k < N; ++k) sums[k] = __fadd_rn(sums[k], out[kWidth * k]);
     }
 
     constexpr int kOut = Function::kBackward ? kWidth : 1;
@@ -349,7 +432,7 @@ gpuError launch(const Elementwise& p, int device, gpuStream stream) {
                                                     aligned ? 1 : kUnaligned, p.rows, p.dim);
   const dim3 grid(policy.row_blocks * policy.column_blocks);
   const dim3 block(policy.threads_x, policy.threads_y);
-  const auto kernel = !aligned              ? &activation_kernel<T, Function, kUnaligned, false>
+  const auto kernel = !aligned ? &activation_kernel<T, typename Function::Rare, kUnaligned, false>
                       : policy.vectors == 1 ? &activation_kernel<T, Function, 1, true>
                                             : &activation_kernel<T, Function, kMostVectors, true>;
   return gpu_launch(kernel, grid, block, 0, 1, stream, p, policy);
@@ -365,9 +448,10 @@ gpuError launch_sum(const Elementwise& p, int device, DType dtype, gpuStream str
   const ActivationPolicy policy = sum_policy(device, dtype, p.rows, p.dim);
   const dim3 grid(policy.row_blocks * policy.column_blocks);
   const dim3 block(policy.threads_x, policy.threads_y);
-  const auto kernel = !is_aligned<T, Function>(p) ? &activation_sum_kernel<T, Function, 1, false>
+  using Rare = typename Function::Rare;
+  const auto kernel = !is_aligned<T, Function>(p) ? &activation_sum_kernel<T, Rare, 1, false>
                       : policy.vectors == 1
-                          ? &activation_sum_kernel<T, Function, 1, true>
+                          ? &activation_sum_kernel<T, Rare, 1, true>
                           : &activation_sum_kernel<T, Function, kMostSumVectors, true>;
   const gpuError error = gpu_launch(kernel, grid, block, 0, 1, stream, p, policy);
   if (error != gpuSuccess) return error;
@@ -388,6 +472,13 @@ struct Adding {
   using of = AddFormula<Math, kActivation, kHasY>;
 };
 
+template <bool kHasY>
+struct AddingAny {
+  static constexpr bool kMayHaveBias = true;
+  template <class Math>
+  using of = AnyAddFormula<Math, kHasY>;
+};
+
 template <Activation kActivation>
 struct Gating {
   static constexpr bool kMayHaveBias = false;
@@ -401,19 +492,24 @@ struct ClampedGating {
   using of = ClampedGateFormula<Math>;
 };
 
+// With y, few activations have kernels of their own.
+template <Activation kActivation, bool kHasY>
+using AddingOrAny = std::conditional_t<kHasY, AddingAny<kHasY>, Adding<kActivation, kHasY>>;
+
+// False where there is no such activation.
 template <bool kHasY, typename F>
 bool dispatch_adding(Activation activation, F&& f) {
   const std::false_type apart;
   switch (activation) {
     case Activation::none: f(Adding<Activation::none, kHasY>{}, apart); return true;
-    case Activation::relu: f(Adding<Activation::relu, kHasY>{}, apart); return true;
-    case Activation::sigmoid: f(Adding<Activation::sigmoid, kHasY>{}, apart); return true;
-    case Activation::tanh: f(Adding<Activation::tanh, kHasY>{}, apart); return true;
-    case Activation::gelu: f(Adding<Activation::gelu, kHasY>{}, apart); return true;
-    case Activation::gelu_tanh: f(Adding<Activation::gelu_tanh, kHasY>{}, apart); return true;
-    case Activation::gelu_quick: f(Adding<Activation::gelu_quick, kHasY>{}, apart); return true;
     case Activation::silu: f(Adding<Activation::silu, kHasY>{}, apart); return true;
-    case Activation::relu2: f(Adding<Activation::relu2, kHasY>{}, apart); return true;
+    case Activation::relu: f(AddingOrAny<Activation::relu, kHasY>{}, apart); return true;
+    case Activation::gelu: f(AddingOrAny<Activation::gelu, kHasY>{}, apart); return true;
+    case Activation::gelu_tanh: f(AddingOrAny<Activation::gelu_tanh, kHasY>{}, apart); return true;
+    case Activation::sigmoid:
+    case Activation::tanh:
+    case Activation::gelu_quick:
+    case Activation::relu2: f(AddingAny<kHasY>{}, apart); return true;
   }
   return false;
 }
@@ -454,6 +550,7 @@ const char* activation_forward(const ActivationForward& p, int device, void* str
   e.rows = p.rows;
   e.dim = p.dim;
   e.scalars = {p.alpha, p.limit};
+  e.activation = p.activation;
   gpuError error = gpuSuccess;
   const bool supported = dispatch_formula(
       p.formula, p.activation, p.y != nullptr, p.interleaved, [&](auto formula, auto interleaved) {
@@ -484,6 +581,7 @@ const char* activation_backward(const ActivationBackward& p, int device, void* r
   e.rows = p.rows;
   e.dim = p.dim;
   e.scalars = {p.alpha, p.limit};
+  e.activation = p.activation;
   e.partials = p.partials;
   e.grad_bias = p.grad_bias;
   gpuError error = gpuSuccess;
