@@ -242,8 +242,8 @@ __device__ __forceinline__ void async_copy_wait(int pending) {
 #endif
 }
 
-// Whether the code being compiled is for GPUs with clusters and bulk copies. Kernels for those alone return at once
-// in other code, which leaves the compiler nothing to do.
+// Whether the code being compiled is for GPUs with clusters and bulk copies. Kernels for those
+// alone return at once in other code, which leaves the compiler nothing to do.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 constexpr bool kCompilesClusters = true;
 #else

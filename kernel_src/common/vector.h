@@ -296,8 +296,8 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
     }
   }
 
-  // The elements of a vector that only begins in a row, one by one; those past the row's end are zero. Not inlined:
-  // it is rare, and would be most of the code.
+  // The elements of a vector that only begins in a row, one by one; those past the row's end are
+  // zero. Not inlined: it is rare, and would be most of the code.
   static __device__ __noinline__ Vector load_elements(const T* row, int column, int dim) {
     float values[N];
 #pragma unroll
@@ -322,7 +322,8 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
     words[i + 3] = quad.w;
   }
 
-  // Writes bytes [begin, end) of these 8 or 16 to the aligned block at `target`; both are even. Not inlined: rare.
+  // Writes bytes [begin, end) of these 8 or 16 to the aligned block at `target`; both are even. Not
+  // inlined: rare.
   static __device__ __noinline__ void store_part(const Vector vector, char* target, int begin,
                                                  int end) {
     const uint32_t(&words)[kWords] = vector.words;

@@ -12,8 +12,9 @@
 // With kAligned every row of every tensor starts on a 16-byte boundary; its last vector may be incomplete.
 // Without, rows may start anywhere, and vectors are put together from two aligned blocks (common/vector.h).
 //
-// Common activations of aligned rows have kernels of their own. The others share one that is told the activation at
-// run time: with kernels for all of them this file took twice as long to compile and had twice the size.
+// Common activations of aligned rows have kernels of their own. The others share one that is told
+// the activation at run time: with kernels for all of them this file took twice as long to compile
+// and had twice the size.
 #include "gate/activation.h"
 
 #include "common/dispatch.h"
@@ -82,7 +83,8 @@ struct Elements {
   float of[N];
 };
 
-// f(AddFormula) of one input, for an activation that is known at run time. Not AddFormula<none>: it reads no inputs.
+// f(AddFormula) of one input, for an activation that is known at run time. Not AddFormula<none>: it
+// reads no inputs.
 template <class Math, typename F>
 __device__ __forceinline__ void with_add_formula(Activation activation, F&& f) {
   switch (activation) {
@@ -296,7 +298,8 @@ __device__ __forceinline__ void run_vectors(const Elementwise& p, int64_t first_
       }
     }
     if constexpr (Function::kBackward) {
-      // NOTE: not contracted with the product that the gradient is, so that all kernels round alike.
+      // NOTE: not contracted with the product that the gradient is, so that all kernels round
+      // alike.
 #pragma unroll
       for (int k = 0; k < N; ++k) sums[k] = __fadd_rn(sums[k], out[kWidth * k]);
     }

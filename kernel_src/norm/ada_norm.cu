@@ -598,8 +598,9 @@ struct RowsToCopy {
       : next(static_cast<const T*>(tensor) + row * stride + column), step(row_step * stride) {}
 };
 
-// Grid: groups of blocks (times the cluster). Block: (threads_per_row, rows_per_block). kResidual: there may be
-// grad_new_residual, grad_residual and a gate; kByRow: there may be a scale or a gate for every row.
+// Grid: groups of blocks (times the cluster). Block: (threads_per_row, rows_per_block). kResidual:
+// there may be grad_new_residual, grad_residual and a gate; kByRow: there may be a scale or a gate
+// for every row.
 //
 // [stage][tensor][vector][thread] are the rows under way, and behind them what is multiplied with grad_out.
 template <typename T, bool kResidual, bool kByRow, bool kAligned>

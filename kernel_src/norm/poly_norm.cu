@@ -1,17 +1,18 @@
 // poly_norm, fused_mul_poly_norm and grouped_poly_norm on the GPU (formulas: norm/poly_norm.h).
 //
-// The threads of a row hold it in registers, packed, forward and backward, so that it is read once: loads are
-// 16 bytes wide and all issued before the first use, one reduction gives all sums of the row (three, or four),
-// and a second pass over the registers writes the results. Short rows share a block; long rows are cut over
-// the blocks of a cluster; rows beyond that, and those that are not aligned, are streamed: read twice.
+// The threads of a row hold it in registers, packed, forward and backward, so that it is read once:
+// loads are 16 bytes wide and all issued before the first use, one reduction gives all sums of the
+// row (three, or four), and a second pass over the registers writes the results. Short rows share a
+// block; long rows are cut over the blocks of a cluster; rows beyond that, and those that are not
+// aligned, are streamed: read twice.
 //
 // A row's part of the gradients of weight and bias is four numbers. Blocks of the backward add those of their
 // rows up and leave one float32 partial sum; a second kernel adds them up in order. With experts, each row
 // leaves its own, and a block of the second kernel has the rows of one expert.
 //
-// Which thread has which columns, and so the order of every sum, does not depend on alignment: aligned means that
-// every row of every tensor starts and ends on a 16-byte boundary; otherwise vectors are put together from two
-// aligned blocks (common/vector.h).
+// Which thread has which columns, and so the order of every sum, does not depend on alignment:
+// aligned means that every row of every tensor starts and ends on a 16-byte boundary; otherwise
+// vectors are put together from two aligned blocks (common/vector.h).
 #include "norm/poly_norm.h"
 
 #include <type_traits>
@@ -255,8 +256,8 @@ __device__ __forceinline__ void save_rstd(float* saved, int64_t row, const float
 // Grid: x over blocks of rows_per_block * kRows rows (times the cluster). Block: (threads_per_row,
 // rows_per_block). `blocks_in_cluster` counts with kLong alone.
 //
-// The launch bounds leave the plain kernel 56 registers, as those of rms_norm's; 72 and more where a
-// thread has several rows.
+// The launch bounds leave the plain kernel 56 registers, as those of rms_norm's; 72 and more where
+// a thread has several rows.
 template <typename T, int kVectors, int kRows, Form kForm, bool kLong>
 __global__ void __launch_bounds__(kRows > 1              ? kPolyNormShortThreads
                                   : kForm == Form::plain ? 576
@@ -357,9 +358,9 @@ __global__ void __launch_bounds__(kRows > 1              ? kPolyNormShortThreads
   }
 }
 
-// Vectors of a row on their way together: what a thread of a streamed kernel has from `column` to `end`, each `step`
-// columns after the one before it.
-template <typename T, int N, int kBatch>
+// Vectors of a row on their way together: what a thread of a streamed kernel has from `column` to
+// `end`, each `step` columns after the one before it. Zero where there is no row: kReads.
+template <typename T, int N, int kBatch, bool kReads = true>
 struct BatchLoading {
   Loading<T, N, false> loading[kBatch];
   const T* row;
@@ -367,18 +368,21 @@ struct BatchLoading {
 
   __device__ __forceinline__ BatchLoading(const T* row_, int column_, int step_, int end_, int dim_)
       : row(row_), column(column_), step(step_), end(end_), dim(dim_) {
+    if constexpr (!kReads) return;
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) loading[b].start(row, column_of(b), dim_of(b));
   }
   __device__ __forceinline__ int column_of(int b) const { return column + b * step; }
   __device__ __forceinline__ int dim_of(int b) const { return column_of(b) < end ? dim : 0; }
   __device__ __forceinline__ Vector<T, N> finish(int b) const {
+    if constexpr (!kReads) return Vector<T, N>::zero();
     return loading[b].finish(row, column_of(b), dim_of(b));
   }
 };
 
-// Rows of any length and alignment, read twice: the second time mostly from cache. A block has `slice` columns of
-// each of blockDim.y rows. Of a shorter row, it has those that a block of the kernel above would have.
+// Rows of any length and alignment, read twice: the second time mostly from cache. A block has
+// `slice` columns of each of blockDim.y rows. Of a shorter row, it has those that a block of the
+// kernel above would have.
 template <typename T, Form kForm>
 __global__ void __launch_bounds__(kPolyNormLongThreads)
     poly_norm_forward_streamed_kernel(const PolyNormForward p, const int cluster, const int slice) {
@@ -404,6 +408,7 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
   factors.load_of_row(p, row);
 
   using Batch = BatchLoading<T, N, kPolyNormVectors>;
+  using MulBatch = BatchLoading<T, N, kPolyNormVectors, has_mul(kForm)>;
   float sums[3] = {};
 #pragma unroll 1
   for (int start = begin; start < end; start += kPolyNormVectors * step) {
@@ -428,16 +433,13 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
   for (int start = begin; start < end; start += kPolyNormVectors * step) {
     const int first_column = start + threadIdx.x * N;
     const Batch x_batch(x, first_column, step, end, dim_to_read);
-    const Batch mul_batch(has_mul(kForm) ? mul : x, first_column, step, end,
-                          has_mul(kForm) ? dim_to_read : 0);
+    const MulBatch mul_batch(mul, first_column, step, end, dim_to_read);
 #pragma unroll
     for (int b = 0; b < kPolyNormVectors; ++b) {
       const int column = first_column + b * step;
-      const Vector<T, N> x_packed = x_batch.finish(b);
-      Vector<T, N> mul_packed{};
-      if constexpr (has_mul(kForm)) mul_packed = mul_batch.finish(b);
       float values[N];
-      results<kForm>(x_packed, mul_packed, y, factors.is_padding, cuts, p.hidden_clamp, values);
+      results<kForm>(x_batch.finish(b), mul_batch.finish(b), y, factors.is_padding, cuts,
+                     p.hidden_clamp, values);
       store<kAligned>(Vector<T, N>::from_floats(values), out, column, dim,
                       column < min(end, dim_to_write));
     }
@@ -693,9 +695,9 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
   }
 }
 
-// Rows of any length and alignment, read twice. A block has `slice` columns of each of blockDim.y rows at a time. Of
-// shorter rows, threads have the columns, and one after the other the rows (`rows_per_thread` of them), that those
-// of the kernel above have at once.
+// Rows of any length and alignment, read twice. A block has `slice` columns of each of blockDim.y
+// rows at a time. Of shorter rows, threads have the columns, and one after the other the rows
+// (`rows_per_thread` of them), that those of the kernel above have at once.
 template <typename T, Form kForm>
 __global__ void __launch_bounds__(kPolyNormLongThreads)
     poly_norm_backward_streamed_kernel(const PolyNormBackward p, const int cluster, const int slice,
@@ -740,20 +742,18 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
       const Polynomial y(factors.factors, rstd);
       constexpr int kBatch = 2;
       using Batch = BatchLoading<T, N, kBatch>;
+      using MulBatch = BatchLoading<T, N, kBatch, has_mul(kForm)>;
       float sums[4] = {};
 #pragma unroll 1
       for (int start = begin; start < end; start += kBatch * step) {
         const int first_column = start + threadIdx.x * N;
         const Batch grad_out_batch(grad_out, first_column, step, end, dim_to_read);
         const Batch x_batch(x, first_column, step, end, dim_to_read);
-        const Batch mul_batch(has_mul(kForm) ? mul : x, first_column, step, end,
-                              has_mul(kForm) ? dim_to_read : 0);
+        const MulBatch mul_batch(mul, first_column, step, end, dim_to_read);
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
-          Vector<T, N> mul_packed{};
-          if constexpr (has_mul(kForm)) mul_packed = mul_batch.finish(b);
-          Inputs<kForm, N> in(grad_out_batch.finish(b), x_batch.finish(b), mul_packed, y, cuts,
-                              p.hidden_clamp);
+          Inputs<kForm, N> in(grad_out_batch.finish(b), x_batch.finish(b), mul_batch.finish(b), y,
+                              cuts, p.hidden_clamp);
           in.multiply_grad();
           add_products(in.grad, in.x, sums);
         }

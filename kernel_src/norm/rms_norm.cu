@@ -11,11 +11,12 @@
 //
 // Rows too long for either (no clusters, or beyond what eight blocks hold) are streamed: read twice.
 //
-// A thread has vectors of N elements, 16 bytes of x. With kAligned every row of every tensor starts and ends
-// on a 16-byte boundary; without, rows may start anywhere, and pass through shared memory both ways
-// (common/staged.h), as do all of which the output has another type than x: that is too rare for kernels of its
-// own. Which thread has which columns, and so the order of every sum, is the same, but
-// for a backward whose unaligned rows fill the shared memory and are cut over more blocks.
+// A thread has vectors of N elements, 16 bytes of x. With kAligned every row of every tensor starts
+// and ends on a 16-byte boundary; without, rows may start anywhere, and pass through shared memory
+// both ways (common/staged.h), as do all of which the output has another type than x: that is too
+// rare for kernels of its own. Which thread has which columns, and so the order of every sum, is
+// the same, but for a backward whose unaligned rows fill the shared memory and are cut over more
+// blocks.
 #include "norm/rms_norm.h"
 
 #include <type_traits>
@@ -941,8 +942,8 @@ gpuError launch_forward(const RmsNormForward& p, int device, gpuStream stream) {
   }
 }
 
-// `kVectors` is the most that the policy gives; halves of it are what else it may give, but for bulk copies. kLong:
-// rows may be cut over a cluster, which is so with the most vectors.
+// `kVectors` is the most that the policy gives; halves of it are what else it may give, but for
+// bulk copies. kLong: rows may be cut over a cluster, which is so with the most vectors.
 template <typename T, typename O, int kVectors, template <typename, typename, int> class Stages,
           bool kLong = true>
 gpuError launch_backward_rows(const RmsNormBackward& p, const BackwardPolicy& policy,

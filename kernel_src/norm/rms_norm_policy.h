@@ -188,7 +188,8 @@ inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& device, bool al
       --row.rows_per_block;
     }
   }
-  // Bulk copies pay where a block has rows enough to copy ahead. Their kernels have the most vectors a thread.
+  // Bulk copies pay where a block has rows enough to copy ahead. Their kernels have the most
+  // vectors a thread.
   const auto bulk_bytes_of = [&](int rows) {
     return rows * row.threads_per_row * row.vectors * vector_size * (x_reads * x_size + out_size);
   };
