@@ -147,19 +147,19 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "-> (Tensor grad_q, Tensor grad_k, Tensor grad_q_weight, Tensor grad_k_weight)");
 
   ops.def(
-      "gumbel_sample(Tensor logits, Tensor? bias, Tensor? bitmask, Tensor seed, Tensor(a!) offset, Tensor? temperature, "
+      "gumbel_sample(Tensor logits, Tensor? bias, Tensor? bitmask, Tensor seed, Tensor(a!)? offset, Tensor? temperature, "
       "float temperature_value, Tensor? top_k, int? top_k_value, Tensor? top_p, float? top_p_value, "
       "Tensor? min_p, float? min_p_value, int num_samples, int vocab_offset, bool return_logprobs) "
       "-> (Tensor tokens, Tensor logprobs, Tensor filtered_logprobs)");
   ops.def(
       "lm_head_sample(Tensor hidden, Tensor weight, Tensor? weight_scale, Tensor? bias, "
-      "float? logit_softcap, Tensor seed, Tensor(a!) offset, Tensor? temperature, "
+      "float? logit_softcap, Tensor seed, Tensor(a!)? offset, Tensor? temperature, "
       "float temperature_value, Tensor? top_k, int? top_k_value, Tensor? top_p, float? top_p_value, "
       "Tensor? min_p, float? min_p_value, int num_samples, int vocab_offset, bool return_logprobs) "
       "-> (Tensor tokens, Tensor logprobs, Tensor filtered_logprobs)");
   ops.def(
       "lm_head_sample_shard(Tensor hidden, Tensor weight, Tensor? weight_scale, Tensor? bias, "
-      "float? logit_softcap, Tensor seed, Tensor(a!) offset, Tensor? temperature, float temperature_value, "
+      "float? logit_softcap, Tensor seed, Tensor(a!)? offset, Tensor? temperature, float temperature_value, "
       "int num_samples, int vocab_offset, bool return_log_sum_exp) "
       "-> (Tensor scores, Tensor tokens, Tensor logits, Tensor log_sum_exp)");
 }

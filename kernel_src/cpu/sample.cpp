@@ -108,8 +108,10 @@ FUSELAGE_INLINE SampleHeat sample_heat(const Draws& draws, int64_t row) {
 }
 
 FUSELAGE_INLINE NoiseKey sample_key(const Draws& draws, int64_t row) {
-  const uint64_t seed = static_cast<uint64_t>(draws.seeds[draws.seed_per_row ? row : 0]);
-  const uint64_t offset = static_cast<uint64_t>(draws.offsets[draws.offset_per_row ? row : 0]);
+  const uint64_t seed = static_cast<uint64_t>(draws.seeds[row * draws.seed_stride]);
+  const uint64_t offset = draws.offsets == nullptr
+                              ? 0
+                              : static_cast<uint64_t>(draws.offsets[row * draws.offset_stride]);
   return {{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)},
           {static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32)},
           draws.seed_per_row ? 0u : static_cast<uint32_t>(row) * 256u};
@@ -694,7 +696,9 @@ void sample_finish(const Draws& draws, const DrawResults& results, const SampleR
       results.filtered_logprobs[i] = distance - log_allowed;
     }
   }
-  for (int64_t i = 0; i < (draws.offset_per_row ? draws.batch : 1); ++i) ++draws.offsets[i];
+  if (draws.offsets == nullptr) return;
+  for (int64_t i = 0; i < (draws.offset_per_row ? draws.batch : 1); ++i)
+    ++draws.offsets[i * draws.offset_stride];
 }
 
 #endif

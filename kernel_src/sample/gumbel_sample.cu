@@ -147,9 +147,15 @@ __global__ void __launch_bounds__(kFinishThreads)
   __syncthreads();
   if (threadIdx.x != 0) return;
   for (int i = 1; i < kFinishThreads / kWarpSize; ++i) keep_better(best, of_warps[i]);
-  if (sample == 0 && (draws.offset_per_row || row == 0)) ++draws.offsets[row];
+  if (sample == 0 && draws.offsets != nullptr && (draws.offset_per_row || row == 0))
+    ++draws.offsets[row * draws.offset_stride];
 
   write_draw(draws, results, row, sample, best, states == nullptr ? RowState{} : states[row]);
+}
+
+__global__ void advance_kernel(int64_t* offset) {
+  wait_for_kernel_before();
+  ++*offset;
 }
 
 // ---- filters ----
@@ -591,6 +597,14 @@ gpuError draw_finish(const Draws& draws, const DrawResults& results, const RowSt
                           states, candidates, parts);
 }
 
+gpuError advance_shared_offset(int64_t* offset, gpuStream stream) {
+  return gpu_launch_after(&advance_kernel, dim3(1), dim3(1), stream, offset);
+}
+
+const char* advance_offset(int64_t* offset, void* stream) {
+  return message_of(advance_shared_offset(offset, static_cast<gpuStream>(stream)));
+}
+
 int64_t gumbel_sample_workspace(const GumbelSample& p, int device) {
   const DeviceInfo& info = device_info(device);
   if (cluster_policy_of(p, info).blocks != 0) return 0;
@@ -615,7 +629,7 @@ const char* gumbel_sample(const GumbelSample& p, int device, void* stream) {
   }
 }
 
-bool advances_offset(const Draws& draws) { return !has_own_offset(draws); }
+bool advances_offset(const Draws& draws) { return has_shared_offset(draws); }
 
 bool takes_strips(const LmHead& head, const GumbelSample& p, int device) {
 #if !defined(USE_ROCM)

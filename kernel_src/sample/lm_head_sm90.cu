@@ -1283,6 +1283,7 @@ struct Finish {
   float* scores;
   int64_t* offsets;  // to be advanced, or null
   bool offset_per_row;
+  int64_t offset_stride;
 };
 
 constexpr int kHeadFinishThreads = 128;
@@ -1314,7 +1315,7 @@ __global__ void __launch_bounds__(kHeadFinishThreads) head_finish_kernel(Finish 
   }
   if (lane == 0) {
     if (p.offsets != nullptr && sample == 0 && (p.offset_per_row || b == 0)) {
-      ++p.offsets[p.offset_per_row ? p.batch_start + b : 0];
+      ++p.offsets[(p.batch_start + b) * p.offset_stride];
     }
     const int64_t at = int64_t{p.batch_start + b} * p.num_samples + sample;
     const bool none = best == 0;
@@ -1601,6 +1602,7 @@ const char* lm_head_sample_sm90(const LmHeadSample& p, int device, void* stream)
         // One for all rows is read by all launches.
         const bool last = launched.batch_start + launched.batch == p.head.batch;
         finish.offset_per_row = p.draws.offset_per_row;
+        finish.offset_stride = p.draws.offset_stride;
         finish.offsets = p.draws.offset_per_row || last ? p.draws.offsets : nullptr;
         const int64_t warps = int64_t{launched.batch} * launched.num_samples;
         return message_of(

@@ -55,9 +55,10 @@ struct Draws {
   int64_t vocab_offset;  // index of the first logit
   int num_samples;
   const int64_t* seeds;  // [batch], or [1]
-  int64_t* offsets;      // [batch], or [1]: read, and then one greater
+  int64_t* offsets;      // [batch], or [1]: read, and then one greater; or null, which is 0
   bool is_advanced;      // whether the head has made the one offset of several rows greater
   bool seed_per_row, offset_per_row;
+  int64_t seed_stride, offset_stride;  // 0 where it is not per row
   RowFloats temperature;
 };
 
@@ -144,6 +145,9 @@ struct LmHeadSample {
 
 #if defined(CUDA_KERNEL) || defined(ROCM_KERNEL) || defined(__CUDACC__) || defined(__HIPCC__)
 namespace gpu {
+
+// Of a batch without rows.
+const char* advance_offset(int64_t* offset, void* stream);
 
 // Bytes of workspace, which need not be initialised.
 int64_t gumbel_sample_workspace(const GumbelSample& p, int device);

@@ -716,7 +716,7 @@ __device__ __forceinline__ void draw_row(const GumbelSample& p, Shared& shared,
       if (lane == 0) write_draw(p.draws, p.results, row, sample, best, state);
     }
     // NOTE: an offset of all rows may be read by other clusters still.
-    if (threadIdx.x == 0 && has_own_offset(p.draws)) ++p.draws.offsets[row];
+    if (threadIdx.x == 0 && has_own_offset(p.draws)) ++p.draws.offsets[row * p.draws.offset_stride];
     if (threadIdx.x == 0 && p.strips.left != nullptr) {
       const uint32_t next =
           static_cast<uint32_t>(policy.clusters) + atomicAdd(p.strips.left + 1, 1u);
@@ -747,12 +747,6 @@ __global__ void __launch_bounds__(kClusterThreads, kClusterBlocks)
   let_kernel_after_start();
 }
 
-// The step of an offset that all rows share.
-__global__ void advance_kernel(int64_t* offset) {
-  wait_for_kernel_before();
-  ++*offset;
-}
-
 }  // namespace
 
 // ---- launchers ----
@@ -766,8 +760,8 @@ gpuError cluster_sample(const GumbelSample& p, const ClusterPolicy& policy, gpuS
   const int bytes = kClusterFixedBytes + static_cast<int>(policy.part * sizeof(float));
   const gpuError error = gpu_launch_as(true, &cluster_kernel, grid, dim3(kClusterThreads), bytes,
                                        policy.blocks, stream, p, policy);
-  if (error != gpuSuccess || has_own_offset(p.draws) || p.draws.is_advanced) return error;
-  return gpu_launch_after(&advance_kernel, dim3(1), dim3(1), stream, p.draws.offsets);
+  if (error != gpuSuccess || !has_shared_offset(p.draws) || p.draws.is_advanced) return error;
+  return advance_shared_offset(p.draws.offsets, stream);
 }
 
 }  // namespace gpu

@@ -76,9 +76,9 @@ struct Scale {
 };
 
 __device__ __forceinline__ NoiseKey key_of_row(const Draws& draws, int64_t row) {
-  const uint64_t seed = static_cast<uint64_t>(draws.seeds[draws.seed_per_row ? row : 0]);
-  const uint64_t offset = static_cast<uint64_t>(draws.offsets[draws.offset_per_row ? row : 0]) -
-                          (draws.is_advanced ? 1 : 0);
+  const uint64_t seed = static_cast<uint64_t>(draws.seeds[row * draws.seed_stride]);
+  const int64_t step = draws.offsets == nullptr ? 0 : draws.offsets[row * draws.offset_stride];
+  const uint64_t offset = static_cast<uint64_t>(step) - (draws.is_advanced ? 1 : 0);
   return {{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)},
           {static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32)},
           draws.seed_per_row ? 0u : static_cast<uint32_t>(row) * 256u};
@@ -86,7 +86,12 @@ __device__ __forceinline__ NoiseKey key_of_row(const Draws& draws, int64_t row) 
 
 // Whether no other row reads the row's offset, so that who draws the row may advance it.
 __host__ __device__ __forceinline__ bool has_own_offset(const Draws& draws) {
-  return draws.offset_per_row || draws.batch == 1;
+  return draws.offsets != nullptr && (draws.offset_per_row || draws.batch == 1);
+}
+
+// Whether several rows read one offset, which is advanced when all have.
+__host__ __device__ __forceinline__ bool has_shared_offset(const Draws& draws) {
+  return draws.offsets != nullptr && !has_own_offset(draws);
 }
 
 struct RowStrips {
@@ -206,6 +211,9 @@ namespace gpu {
 gpuError draw_finish(const Draws& draws, const DrawResults& results, const RowState* states,
                      const Candidate* candidates,  // [batch, parts, num_samples]
                      int64_t parts, gpuStream stream);
+
+// The step of an offset that rows share, behind the kernel that reads it.
+gpuError advance_shared_offset(int64_t* offset, gpuStream stream);
 
 }  // namespace gpu
 }  // namespace fuselage

@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(kThreads, 2) strips_kernel(const GumbelSample 
   const bool drawn = draw_row(p, shared, row);
   if (threadIdx.x == 0) {
     if (!drawn) p.strips.left[2 + atomicAdd(p.strips.left, 1u)] = static_cast<uint32_t>(row);
-    if (drawn && has_own_offset(p.draws)) ++p.draws.offsets[row];
+    if (drawn && has_own_offset(p.draws)) ++p.draws.offsets[row * p.draws.offset_stride];
   }
   let_kernel_after_start();
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,7 +31,6 @@ BAD_OPTIONS = [
     ({"temperature": -0.5}, "`temperature` must be in [0, inf), got -0.5"),
     ({"temperature": torch.ones(2)}, "`temperature` must have shape [1] or [3]"),
     ({"temperature": torch.ones(3).half()}, "`temperature` must be float32, got Half"),
-    ({"top_k": 0}, "`top_k` must be at least 1, got 0"),
     ({"top_k": torch.ones(3)}, "`top_k` must be int64, got Float"),
     ({"top_p": 0.0}, "`top_p` must be in (0, 1], got 0"),
     ({"top_p": 1.5}, "`top_p` must be in (0, 1], got 1.5"),
@@ -77,6 +77,35 @@ def test_bad_input_of_logits(fuselage, device, change, message):
         fuselage.gumbel_sample(logits, **on(device, change))
 
 
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("seed", [1.5, 1j, 2**63, -(2**63) - 1, "7", [7]], ids=str)
+def test_a_seed_that_is_no_int64_is_refused(fuselage, device, seed):
+    hidden, weight = inputs(device)
+    message = r"`seed` must be an int in \[-2\^63, 2\^63\) or an int64 tensor, got "
+    message += re.escape(repr(seed))
+    with pytest.raises(TypeError, match="fuselage::gumbel_sample: " + message):
+        fuselage.gumbel_sample(hidden, seed=seed)
+    with pytest.raises(TypeError, match="fuselage::lm_head_sample: " + message):
+        fuselage.lm_head_sample(hidden, weight, seed=seed)
+    with pytest.raises(TypeError, match="fuselage::lm_head_sample_shard: " + message):
+        fuselage.lm_head_sample_shard(hidden, weight, seed=seed, offset=None, vocab_offset=0)
+
+
+def test_integers_of_other_kinds_are_seeds(fuselage, device):
+    logits = torch.zeros(2, 4096, device=device)
+    expected = fuselage.gumbel_sample(logits, seed=7)
+    assert torch.equal(fuselage.gumbel_sample(logits, seed=np.int64(7)), expected)
+    for seed in (2**63 - 1, -(2**63)):
+        tensor = torch.tensor([seed], device=device)
+        expected = fuselage.gumbel_sample(logits, seed=tensor)
+        assert torch.equal(fuselage.gumbel_sample(logits, seed=seed), expected)
+
+
+def test_a_shard_needs_the_seed_of_all_ranks(fuselage, device):
+    with pytest.raises(TypeError, match="lm_head_sample_shard: `seed` must be that of all ranks"):
+        fuselage.lm_head_sample_shard(*inputs(device), vocab_offset=0, seed=None, offset=None)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
 def test_tensors_of_another_device_are_named(fuselage, device):
@@ -91,8 +120,8 @@ def test_tensors_of_another_device_are_named(fuselage, device):
 
 def test_nothing_is_written_before_the_checks_pass(fuselage, device):
     offset = torch.tensor([4], device=device)
-    with pytest.raises(RuntimeError, match="top_k"):
-        fuselage.gumbel_sample(torch.randn(3, 50, device=device), seed=1, offset=offset, top_k=0)
+    with pytest.raises(RuntimeError, match="top_p"):
+        fuselage.gumbel_sample(torch.randn(3, 50, device=device), seed=1, offset=offset, top_p=0)
     assert offset.item() == 4
 
 

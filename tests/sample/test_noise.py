@@ -241,12 +241,41 @@ def test_the_default_never_repeats(fuselage, device):
     assert len(set(tokens)) == 25
 
 
-def test_the_default_does_not_repeat_in_a_new_process_seed(fuselage, device):
-    torch.manual_seed(1)
-    logits = torch.zeros(1, 2**20, device=device)
-    first = fuselage.gumbel_sample(logits).item()
-    torch.manual_seed(1)
-    assert fuselage.gumbel_sample(logits).item() != first
+def test_strided_seeds_and_offsets(fuselage, device):
+    logits = torch.zeros(5, 2**16, device=device)
+    many = torch.arange(20, device=device)
+    seeds, offsets = many[2::4], (many + 7).view(5, 4)[:, 1]
+    expected = fuselage.gumbel_sample(
+        logits, seed=seeds.contiguous(), offset=offsets.contiguous(), num_samples=3
+    )
+    head = {"hidden": torch.zeros(5, 4, device=device), "weight": logits.new_zeros(2**16, 4)}
+    steps = offsets.tolist()
+    for given in ({"logits": logits}, head, {"logits": logits, "top_p": 1.0}, {**head, "min_p": 0}):
+        sample = fuselage.lm_head_sample if "weight" in given else fuselage.gumbel_sample
+        base = (many + 7).view(5, 4)
+        tokens = sample(**given, seed=seeds, offset=base[:, 1], num_samples=3)
+        assert torch.equal(tokens, expected)
+        assert base[:, 1].tolist() == [step + 1 for step in steps]
+        assert torch.equal(base[:, [0, 2, 3]], (many + 7).view(5, 4)[:, [0, 2, 3]])
+    one_seed = torch.tensor([3], device=device).expand(5)
+    assert len(fuselage.gumbel_sample(logits, seed=one_seed).unique()) == 1
+
+
+def test_rows_that_share_an_offset_by_stride_are_refused(fuselage, device):
+    offset = torch.zeros(1, dtype=torch.int64, device=device).expand(3)
+    message = "`offset` is written to, and must have memory of its own for each row, got stride 0"
+    with pytest.raises(RuntimeError, match=message):
+        fuselage.gumbel_sample(torch.zeros(3, 9, device=device), seed=1, offset=offset)
+
+
+def test_a_batch_without_rows_advances_the_offset(fuselage, device):
+    hidden, head = torch.zeros(0, 4, device=device), torch.zeros(9, 4, device=device)
+    seed, offset = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+    fuselage.gumbel_sample(hidden @ head.T, seed=seed, offset=offset)
+    fuselage.lm_head_sample(hidden, head, seed=seed, offset=offset, top_k=3)
+    fuselage.lm_head_sample_shard(hidden, head, seed=seed, offset=offset, vocab_offset=0)
+    assert offset.item() == 3
+    fuselage.gumbel_sample(hidden @ head.T, seed=seed[:0], offset=offset[:0])
 
 
 @pytest.mark.gpu

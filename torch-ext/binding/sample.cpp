@@ -31,7 +31,7 @@ RowFloats check_floats(const char* op, const char* name, const OptionalTensor& t
 
 struct Options {
   const Tensor& seed;
-  const Tensor& offset;
+  const OptionalTensor& offset;
   const OptionalTensor& temperature;
   double temperature_value;
   const OptionalTensor& top_k;
@@ -60,12 +60,17 @@ Draws check_draws(const char* op, const Tensor& x, const char* x_name, int64_t v
   FUSELAGE_CHECK(op, draws.batch <= int64_t{1} << 24, "`", x_name,
                  "` must have at most 2^24 rows, got ", shape_of(x));
   check_rows(op, "seed", options.seed, ScalarType::Long, x, x_name);
-  check_rows(op, "offset", options.offset, ScalarType::Long, x, x_name);
-  const auto packed = [](const Tensor& t) { return t.size(0) <= 1 || t.stride(0) == 1; };
-  FUSELAGE_CHECK(op, packed(options.seed), "`seed` must be contiguous");
-  FUSELAGE_CHECK(op, packed(options.offset), "`offset` must be contiguous, as it is written to");
   draws.seed_per_row = options.seed.size(0) == draws.batch && draws.batch != 1;
-  draws.offset_per_row = options.offset.size(0) == draws.batch && draws.batch != 1;
+  draws.seed_stride = stride_of_rows(options.seed);
+  if (options.offset.has_value()) {
+    const Tensor& offset = *options.offset;
+    check_rows(op, "offset", offset, ScalarType::Long, x, x_name);
+    draws.offset_per_row = offset.size(0) == draws.batch && draws.batch != 1;
+    draws.offset_stride = stride_of_rows(offset);
+    FUSELAGE_CHECK(op, !draws.offset_per_row || draws.batch == 0 || draws.offset_stride != 0,
+                   "`offset` is written to, and must have memory of its own for each row, got "
+                   "stride 0 (an expanded tensor)");
+  }
   FUSELAGE_CHECK(op, options.temperature_value >= 0 && options.temperature_value < 3e38,
                  "`temperature` must be in [0, inf), got ", options.temperature_value);
   draws.temperature =
@@ -75,12 +80,11 @@ Draws check_draws(const char* op, const Tensor& x, const char* x_name, int64_t v
 
 Filters check_filters(const char* op, const Tensor& x, const char* x_name, const Options& options) {
   Filters filters{};
-  filters.has_top_k = options.top_k.has_value() || options.top_k_value.has_value();
+  const int64_t top_k = options.top_k_value.value_or(0);
+  filters.has_top_k = options.top_k.has_value() || top_k >= 1;
   filters.has_top_p = options.top_p.has_value() || options.top_p_value.has_value();
   filters.has_min_p = options.min_p.has_value() || options.min_p_value.has_value();
-  const int64_t top_k = options.top_k_value.value_or(1);
   const double top_p = options.top_p_value.value_or(1), min_p = options.min_p_value.value_or(0);
-  FUSELAGE_CHECK(op, top_k >= 1, "`top_k` must be at least 1, got ", top_k);
   FUSELAGE_CHECK(op, top_p > 0 && top_p <= 1, "`top_p` must be in (0, 1], got ", top_p);
   FUSELAGE_CHECK(op, min_p >= 0 && min_p <= 1, "`min_p` must be in [0, 1], got ", min_p);
   filters.top_k = {nullptr, 0, top_k};
@@ -97,7 +101,23 @@ Filters check_filters(const char* op, const Tensor& x, const char* x_name, const
 // Past the checks: what is written must be asked for as such.
 void set_noise(Draws& draws, const Options& options) {
   draws.seeds = static_cast<const int64_t*>(options.seed.const_data_ptr());
-  draws.offsets = static_cast<int64_t*>(options.offset.mutable_data_ptr());
+  if (options.offset.has_value())
+    draws.offsets = static_cast<int64_t*>(options.offset->mutable_data_ptr());
+}
+
+// A batch without rows takes a step, too.
+void skip_step(const char* op, const Options& options, const Tensor& x) {
+  if (!options.offset.has_value() || options.offset->numel() == 0) return;
+  int64_t* offset = static_cast<int64_t*>(options.offset->mutable_data_ptr());
+  if (x.is_cpu()) {
+    ++*offset;
+    return;
+  }
+#if defined(FUSELAGE_GPU)
+  const OnDevice on_device(x.get_device_index());
+  const char* error = gpu::advance_offset(offset, on_device.stream());
+  FUSELAGE_CHECK(op, error == nullptr, error);
+#endif
 }
 
 struct Head {
@@ -333,7 +353,7 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
 
 std::tuple<Tensor, Tensor, Tensor> gumbel_sample(
     const Tensor& logits, const OptionalTensor& bias, const OptionalTensor& bitmask,
-    const Tensor& seed, const Tensor& offset, const OptionalTensor& temperature,
+    const Tensor& seed, const OptionalTensor& offset, const OptionalTensor& temperature,
     double temperature_value, const OptionalTensor& top_k, std::optional<int64_t> top_k_value,
     const OptionalTensor& top_p, std::optional<double> top_p_value, const OptionalTensor& min_p,
     std::optional<double> min_p_value, int64_t num_samples, int64_t vocab_offset,
@@ -385,14 +405,18 @@ std::tuple<Tensor, Tensor, Tensor> gumbel_sample(
   const Results results = empty_results(p.draws, return_logprobs, logits);
   p.results = pointers_of(results, return_logprobs);
   set_noise(p.draws, options);
-  if (p.draws.batch > 0) run(op, p, logits);
+  if (p.draws.batch == 0) {
+    skip_step(op, options, logits);
+  } else {
+    run(op, p, logits);
+  }
   return {results.tokens, results.logprobs, results.filtered_logprobs};
 }
 
 std::tuple<Tensor, Tensor, Tensor> lm_head_sample(
     const Tensor& hidden, const Tensor& weight, const OptionalTensor& weight_scale,
     const OptionalTensor& bias, std::optional<double> logit_softcap, const Tensor& seed,
-    const Tensor& offset, const OptionalTensor& temperature, double temperature_value,
+    const OptionalTensor& offset, const OptionalTensor& temperature, double temperature_value,
     const OptionalTensor& top_k, std::optional<int64_t> top_k_value, const OptionalTensor& top_p,
     std::optional<double> top_p_value, const OptionalTensor& min_p,
     std::optional<double> min_p_value, int64_t num_samples, int64_t vocab_offset,
@@ -406,7 +430,9 @@ std::tuple<Tensor, Tensor, Tensor> lm_head_sample(
   const Filters filters = check_filters(op, hidden, "hidden", options);
   const Results results = empty_results(draws, return_logprobs, hidden);
   set_noise(draws, options);
-  if (draws.batch > 0) {
+  if (draws.batch == 0) {
+    skip_step(op, options, hidden);
+  } else {
     draw_from_head(op, head.params, draws, filters, pointers_of(results, return_logprobs), hidden);
   }
   return {results.tokens, results.logprobs, results.filtered_logprobs};
@@ -415,7 +441,7 @@ std::tuple<Tensor, Tensor, Tensor> lm_head_sample(
 std::tuple<Tensor, Tensor, Tensor, Tensor> lm_head_sample_shard(
     const Tensor& hidden, const Tensor& weight, const OptionalTensor& weight_scale,
     const OptionalTensor& bias, std::optional<double> logit_softcap, const Tensor& seed,
-    const Tensor& offset, const OptionalTensor& temperature, double temperature_value,
+    const OptionalTensor& offset, const OptionalTensor& temperature, double temperature_value,
     int64_t num_samples, int64_t vocab_offset, bool return_log_sum_exp) {
   const char* op = "lm_head_sample_shard";
   const Head head = check_head(op, hidden, weight, weight_scale, bias, logit_softcap);
@@ -434,7 +460,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> lm_head_sample_shard(
   pointers.logits = floats_in(logits);
   if (return_log_sum_exp) pointers.log_sum_exp = floats_in(log_sum_exp);
   set_noise(draws, options);
-  if (draws.batch > 0) draw_from_head(op, head.params, draws, Filters{}, pointers, hidden);
+  if (draws.batch == 0) {
+    skip_step(op, options, hidden);
+  } else {
+    draw_from_head(op, head.params, draws, Filters{}, pointers, hidden);
+  }
   return {scores, results.tokens, logits, log_sum_exp};
 }
 

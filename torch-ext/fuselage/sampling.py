@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple, Optional, Union
 
@@ -46,6 +47,7 @@ def lm_head_sample(
     num_samples: int = 1,
     seed: Union[int, torch.Tensor, None] = None,
     offset: Optional[torch.Tensor] = None,
+    generator: Optional[torch.Generator] = None,
     weight_scale: Optional[torch.Tensor] = None,
     bias: Optional[torch.Tensor] = None,
     logit_softcap: Optional[float] = None,
@@ -71,21 +73,24 @@ def lm_head_sample(
         weight: `[vocab, dim]`, in the dtype of `hidden` or float8_e4m3fn, with any row stride.
         temperature: At least 0; a number, or float32 `[batch]` or `[1]`. 0 takes the greatest
             logit, of equals the lowest index, whatever the filters are.
-        top_k: The number of greatest logits that may be drawn; an int, or int64 `[batch]` or `[1]`,
-            where less than 1 is all.
+        top_k: The number of largest logits that may be drawn, where 0 or less is all; an int, or
+            int64 `[batch]` or `[1]`.
         top_p: Of what top_k leaves, the fewest greatest logits whose probabilities sum up to top_p
             of it, in (0, 1]; a number, or float32 `[batch]` or `[1]`.
         min_p: Of what is left, those at least min_p times as probable as the most probable, in
             [0, 1]; a number, or float32 `[batch]` or `[1]`. No filter parts equal logits: those
             equal to the last one that may be drawn may be drawn, too.
         num_samples: Independent draws of each row, 1 to 256.
-        seed: None takes the device's own seed and offset, so that no two calls share noise. An int,
-            or int64 `[1]` or `[batch]` on the device. A seed that all rows share gives each a
-            stream of its own, by its number; of `[batch]` seeds, rows with equal ones draw with
-            equal noise.
-        offset: int64 `[1]` or `[batch]` on the device: the step. It is read, and left one greater,
+        seed: None draws one from `generator`. An int, or int64 `[1]` or `[batch]` on the device. A
+            seed that all rows share gives each a stream of its own, by its number; of `[batch]`
+            seeds, rows with equal ones draw with equal noise.
+        offset: int64 `[1]` or `[batch]` on the device: the step. It is read, and left one larger,
             on the device, so that the replay of a CUDA graph draws anew. None, with a seed, is
             step 0: the same call draws the same tokens.
+        generator: Where there is no seed, what draws it: a `torch.Generator` of the device, or
+            None, the device's default one, which `torch.manual_seed` seeds. The replay of a CUDA
+            graph draws anew, of a generator that the graph has registered. `torch.compile` takes
+            the default one only, as of PyTorch's own operators.
         weight_scale: float32 `[1]` or `[vocab]`, for weights in float8_e4m3fn. Beside those, a
             Hopper GPU rounds what is below 2^-32 of the greatest element of a bfloat16 row, by
             2^-40 of that at most.
@@ -104,11 +109,12 @@ def lm_head_sample(
     Raises:
         RuntimeError: A wrong dtype, shape, device or number, naming the argument, what it must be
             and what it is. Numbers in tensors are not checked.
+        TypeError: A seed that is no int64 number, or a generator that is none.
 
     Source: Gumbel, "Statistical theory of extreme values", 1954; Salmon et al., "Parallel random
     numbers: as easy as 1, 2, 3", 2011; top_p: Holtzman et al., 2020; min_p: Nguyen et al., 2024.
     """
-    seed, offset = _noise(hidden, seed, offset)
+    seed, offset = _noise("lm_head_sample", hidden, seed, offset, generator)
     tokens, *logprobs = _lm_head_sample(
         *(hidden, weight, weight_scale, bias, logit_softcap, seed, offset),
         *_number(temperature, 1.0),
@@ -128,6 +134,7 @@ def gumbel_sample(
     num_samples: int = 1,
     seed: Union[int, torch.Tensor, None] = None,
     offset: Optional[torch.Tensor] = None,
+    generator: Optional[torch.Generator] = None,
     bias: Optional[torch.Tensor] = None,
     bitmask: Optional[torch.Tensor] = None,
     vocab_offset: int = 0,
@@ -143,8 +150,8 @@ def gumbel_sample(
             `logits` or float32. -inf forbids a token.
         bitmask: int32 `[ceil(vocab / 32)]` or `[batch or 1, ceil(vocab / 32)]`. A token `i` may be
             drawn where bit `i % 32` of word `i // 32` is set, as xgrammar and others make it.
-        temperature, top_k, top_p, min_p, num_samples, seed, offset, vocab_offset, return_logprobs:
-            As in `lm_head_sample`. The filters see what bias and bitmask leave.
+        temperature, top_k, top_p, min_p, num_samples, seed, offset, generator, vocab_offset,
+            return_logprobs: As in `lm_head_sample`. The filters see what bias and bitmask leave.
 
     Returns:
         As `lm_head_sample`.
@@ -152,7 +159,7 @@ def gumbel_sample(
     Raises:
         RuntimeError: As `lm_head_sample`.
     """
-    seed, offset = _noise(logits, seed, offset)
+    seed, offset = _noise("gumbel_sample", logits, seed, offset, generator)
     tokens, *logprobs = _gumbel_sample(
         *(logits, bias, bitmask, seed, offset),
         *_number(temperature, 1.0),
@@ -170,7 +177,7 @@ def lm_head_sample_shard(
     temperature: Number = 1.0,
     num_samples: int = 1,
     seed: Union[int, torch.Tensor],
-    offset: torch.Tensor,
+    offset: Optional[torch.Tensor],
     weight_scale: Optional[torch.Tensor] = None,
     bias: Optional[torch.Tensor] = None,
     logit_softcap: Optional[float] = None,
@@ -185,7 +192,7 @@ def lm_head_sample_shard(
         hidden, weight, temperature, num_samples, weight_scale, bias, logit_softcap: As in
             `lm_head_sample`; weight, weight_scale and bias are those of the shard.
         vocab_offset: Index of the shard's first row in the whole weight.
-        seed, offset: As in `lm_head_sample`, and equal on all ranks.
+        seed, offset: As in `lm_head_sample`, and equal on all ranks; the seed is not None.
         return_log_sum_exp: Also give what the log-probabilities need.
 
     Returns:
@@ -196,7 +203,10 @@ def lm_head_sample_shard(
     Raises:
         RuntimeError: As `lm_head_sample`.
     """
-    seed, offset = _noise(hidden, seed, offset)
+    op = "lm_head_sample_shard"
+    if seed is None:
+        raise TypeError(f"fuselage::{op}: `seed` must be that of all ranks, got None")
+    seed, offset = _noise(op, hidden, seed, offset)
     return ShardSample(
         *_lm_head_sample_shard(
             *(hidden, weight, weight_scale, bias, logit_softcap, seed, offset),
@@ -253,47 +263,45 @@ def _number(value, default=None):
     return (value, default) if isinstance(value, torch.Tensor) else (None, value)
 
 
-# Each device's own seed and step, made when first asked for.
-_device_noise: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-
-
-def _noise(x: torch.Tensor, seed, offset) -> tuple[torch.Tensor, torch.Tensor]:
-    """Seed and offset as tensors."""
+def _noise(op, x, seed, offset, generator=None) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
+    """Seed and offset as the ops take them."""
     if seed is None:
         if offset is not None:
-            raise RuntimeError("fuselage: `offset` needs a `seed`")
-        return _device_seed(x.device), _device_offset(x.device)
+            raise RuntimeError(f"fuselage::{op}: `offset` needs a `seed`")
+        # A tensor of each call's own: nothing is kept that another mode of PyTorch could have made.
+        try:
+            seed = torch.randint(
+                2**63 - 1, (1,), dtype=torch.int64, device=x.device, generator=generator
+            )
+        except TypeError:
+            _check_generator(op, generator)
+            raise
+        return seed, None
+    if generator is not None:
+        raise RuntimeError(f"fuselage::{op}: `generator` must be None where there is a `seed`")
     if not isinstance(seed, torch.Tensor):
-        seed = torch.full((1,), seed, dtype=torch.int64, device=x.device)
-    if offset is None:
-        offset = torch.zeros(1, dtype=torch.int64, device=x.device)
+        seed = torch.full((1,), _whole(op, seed), dtype=torch.int64, device=x.device)
     return seed, offset
 
 
-# Under torch.compile these two run once, while tracing, and what they return is an input of the
-# graph: neither the creation nor the dictionary is traced.
-@torch.compiler.assume_constant_result
-def _device_seed(device: torch.device) -> torch.Tensor:
-    return _own_noise(device)[0]
+def _whole(op, seed) -> int:
+    """The number of a seed that is no tensor."""
+    try:
+        number = seed if isinstance(seed, int) else operator.index(seed)
+        if -(2**63) <= number < 2**63:
+            return number
+    except TypeError:
+        pass
+    raise TypeError(
+        f"fuselage::{op}: `seed` must be an int in [-2^63, 2^63) or an int64 tensor, got {seed!r}"
+    )
 
 
-@torch.compiler.assume_constant_result
-def _device_offset(device: torch.device) -> torch.Tensor:
-    return _own_noise(device)[1]
-
-
-def _own_noise(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    found = _device_noise.get(device)
-    if found is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "fuselage: the device's own noise cannot be made while a CUDA graph is captured; "
-                "draw once before, or pass `seed` and `offset`"
-            )
-        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64).to(device)
-        found = seed, torch.zeros(1, dtype=torch.int64, device=device)
-        _device_noise[device] = found
-    return found
+def _check_generator(op, generator) -> None:
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"fuselage::{op}: `generator` must be a torch.Generator, got {type(generator).__name__}"
+        )
 
 
 # Shapes and dtypes of the results, for tracing. This is also what runs when an input is on the meta
