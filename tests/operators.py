@@ -297,7 +297,7 @@ def _ada_norm_samples(kernel, device):
             x, residual, gate, scale, shift, weight, bias = (
                 t.detach().clone().requires_grad_(requires_grad) for t in made.values()
             )
-            modulated = (scale, shift, weight, bias, 1e-6, layer)
+            modulated = (scale, shift, weight, bias if layer else None, 1e-6, layer)
             if not requires_grad:
                 yield ops.layer_norm.default, (x, weight, bias, 1e-6)
                 yield ops.ada_norm.default, (x, *modulated)
@@ -306,7 +306,7 @@ def _ada_norm_samples(kernel, device):
             yield ops.ada_norm_fwd.default, (x, *modulated)
             yield ops.gate_residual_ada_norm_fwd.default, (x, residual, gate, *modulated)
         x, residual, gate, scale, shift, weight, bias = made.values()
-        modulated = (scale, shift, weight, bias, of_either, layer)
+        modulated = (scale, shift, weight, bias if layer else None, of_either, layer)
         for some in (True, False):
             needs = (some, True, not some)
             yield ops.layer_norm_bwd.default, (x, residual, weight, bias, of_layer, *needs)

@@ -310,7 +310,7 @@ def ada_norm_terms(
     """The sizes of the terms of the outputs, or of the gradients where there are incoming ones.
 
     A mean is a sum, whose float32 noise is relative to its terms: their mean size counts as a term
-    of every element.
+    of every element. So is that of a residual and what is added to it.
     """
     layer = norm == "layer" if layer is None else layer
     gates, scales, shifts = (
@@ -318,13 +318,14 @@ def ada_norm_terms(
     )
     s = x if residual is None else residual + for_rows(gate, x, 1.0) * x
     rstd = _rstd(s - _centre(s, layer), eps)
-    xhat = (s.abs() + _centre(s.abs(), layer)) * rstd
+    sizes = s.abs() if residual is None else residual.abs() + gates * x.abs()
+    xhat = (sizes + _centre(s.abs(), layer)) * rstd
     weights = torch.ones_like(s[..., :1]) if weight is None else weight.abs()
     y = xhat * weights + (0.0 if bias is None else bias.abs())
     if grad_out is None and grad_new_residual is None:
         terms = {"out": y * (1 + scales) + shifts}
         if residual is not None:
-            terms["new_residual"] = residual.abs() + gates * x.abs()
+            terms["new_residual"] = sizes
         return terms
 
     grad_out = torch.zeros_like(s) if grad_out is None else grad_out.abs()

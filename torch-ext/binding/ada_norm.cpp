@@ -93,6 +93,7 @@ Checked check(const Arguments& a) {
   if (a.scale.has_value() && a.shift.has_value())
     check_same_shape(a.op, "shift", *a.shift, *a.scale, "scale");
   c.weight = check_vector(a.op, "weight", a.weight, a.x, a.x_name);
+  FUSELAGE_CHECK(a.op, a.layer || !a.bias.has_value(), "`bias` must be None with norm=\"rms\"");
   c.bias = check_vector(a.op, "bias", a.bias, a.x, a.x_name);
   return c;
 }
@@ -104,6 +105,7 @@ struct Results {
 Results run_forward(const Arguments& a, const Tensor* residual, double eps, bool for_gradient) {
   const Checked c = check(a);
   if (residual != nullptr) check_like(a.op, "residual", *residual, a.x, a.x_name);
+  check_eps(a.op, eps);
   Results results;
   results.out = empty_like(a.x, a.x.scalar_type());
   if (residual != nullptr) results.new_residual = empty_like(a.x, a.x.scalar_type());
@@ -111,7 +113,7 @@ Results run_forward(const Arguments& a, const Tensor* residual, double eps, bool
     const int64_t sizes[2] = {c.rows, 2};
     results.statistics = empty(sizes, a.layer ? 2 : 1, ScalarType::Float, a.x);
   }
-  if (c.rows == 0 || c.dim == 0) return results;
+  if (c.rows == 0 || c.dim == 0 || is_meta(a.x)) return results;
 
   AdaNormForward p{};
   const Rows x_rows = rows_of(a.x);
@@ -197,7 +199,7 @@ Gradients run_backward(const Arguments& a, const Tensor& grad_out,
                   grad_of(needs.shift, pointer(a.shift)),
                   grad_of(needs.weight, pointer(a.weight)),
                   grad_of(needs.bias, pointer(a.bias))};
-  if (c.rows == 0 || c.dim == 0) {
+  if (c.rows == 0 || c.dim == 0 || is_meta(a.x)) {
     if (needs.gate) torch::stable::zero_(grads.gate);
     if (needs.scale) torch::stable::zero_(grads.scale);
     if (needs.shift) torch::stable::zero_(grads.shift);

@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -50,9 +51,13 @@ inline std::string shape_of(const Tensor& tensor) {
   return text.str();
 }
 
+// Whether the tensor has no data: fake kernels run the checks of an op on such tensors. Checks of memory do
+// not apply to it, and nothing is launched.
+inline bool is_meta(const Tensor& tensor) { return !tensor.is_cpu() && !tensor.is_cuda(); }
+
 inline std::string device_of(const Tensor& tensor) {
   if (tensor.is_cpu()) return "cpu";
-  if (!tensor.is_cuda()) return "another kind of device";
+  if (is_meta(tensor)) return "meta";
   return "cuda:" + std::to_string(tensor.get_device_index());
 }
 
@@ -129,6 +134,16 @@ inline OptionalTensor check_vector(const char* op, const char* name, const Optio
   return vector->is_contiguous() ? vector : torch::stable::contiguous(*vector);
 }
 
+// As float32, in which kernels take it.
+inline void check_eps(const char* op, double eps) {
+  FUSELAGE_CHECK(op, eps >= 0 && std::isfinite(static_cast<float>(eps)),
+                 "`eps` must be finite and not negative, got ", eps);
+}
+
+inline void check_not_nan(const char* op, const char* name, double value) {
+  FUSELAGE_CHECK(op, !std::isnan(value), "`", name, "` must be a number, got ", value);
+}
+
 // A tensor seen as [rows, dim] with adjacent elements in a row and `stride` elements between rows.
 struct Rows {
   Tensor tensor;  // keeps a contiguous copy alive
@@ -172,7 +187,7 @@ inline int64_t rows_in(const Tensor& x) {
 // Whether some element belongs to both [rows, dim] tensors of one type.
 inline bool overlap(const Tensor& a, int64_t a_stride, const Tensor& b, int64_t b_stride,
                     int64_t rows, int64_t dim) {
-  if (rows == 0 || dim == 0) return false;
+  if (rows == 0 || dim == 0 || is_meta(a)) return false;
   const int64_t size = dtype_size(*dtype_from(a.scalar_type()));
   const int64_t distance = (static_cast<const char*>(b.const_data_ptr()) -
                             static_cast<const char*>(a.const_data_ptr())) /
@@ -197,11 +212,12 @@ inline Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_
     case ScalarType::Long: dtype = aoti_torch_dtype_int64(); break;
     default: dtype = aoti_torch_dtype_float32();
   }
+  const int32_t device_type = like.is_cpu()    ? aoti_torch_device_type_cpu()
+                              : like.is_cuda() ? aoti_torch_device_type_cuda()
+                                               : aoti_torch_device_type_meta();
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      dim, sizes, strides, dtype,
-      like.is_cpu() ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
-      like.get_device_index(), &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, sizes, strides, dtype, device_type,
+                                                         like.get_device_index(), &handle));
   return Tensor(handle);
 }
 

@@ -91,7 +91,7 @@ void collapse(ActivationBackward& p) {
 }
 
 void run(const char* op, ActivationForward p, const Tensor& x) {
-  if (p.rows == 0 || p.dim == 0) return;
+  if (p.rows == 0 || p.dim == 0 || is_meta(x)) return;
   collapse(p);
   if (x.is_cpu()) {
     torch::stable::parallel_for(
@@ -109,7 +109,7 @@ void run(const char* op, ActivationForward p, const Tensor& x) {
 }
 
 void run(const char* op, ActivationBackward p, const Tensor& x) {
-  if (p.rows == 0 || p.dim == 0) return;
+  if (p.rows == 0 || p.dim == 0 || is_meta(x)) return;
   collapse(p);
   OptionalTensor partials;
   const auto with_partials = [&](int64_t count) {
@@ -233,7 +233,9 @@ PackedFormula act_and_mul_formula(int64_t activation, bool gate_first) {
           gate_first ? Packing::gate_first : Packing::gate_last};
 }
 
-PackedFormula clamped_formula(double alpha, double limit, bool interleaved) {
+PackedFormula clamped_formula(const char* op, double alpha, double limit, bool interleaved) {
+  check_not_nan(op, "alpha", alpha);
+  FUSELAGE_CHECK(op, limit >= 0, "`limit` must not be negative or NaN, got ", limit);
   return {Formula::clamped_gate, Activation::silu,
           interleaved ? Packing::interleaved : Packing::gate_first, alpha, limit};
 }
@@ -269,6 +271,7 @@ Tensor add_act(const char* op, const Tensor& x, const OptionalTensor& bias, cons
   check_x(op, x);
   const OptionalTensor checked_bias = check_vector(op, "bias", bias, x);
   if (y != nullptr) check_like(op, "y", *y, x);
+  check_not_nan(op, "alpha", alpha);
   Tensor out = empty_like(x, x.scalar_type());
   add_forward(op, x, checked_bias, y, alpha, check_activation(op, activation), out,
               x.size(x.dim() - 1));
@@ -282,6 +285,7 @@ void add_act_inplace(const char* op, const char* functional_op, const Tensor& x,
   check_x(op, x);
   const OptionalTensor checked_bias = check_vector(op, "bias", bias, x);
   if (y != nullptr) check_like(op, "y", *y, x);
+  check_not_nan(op, "alpha", alpha);
   const Activation checked_activation = check_activation(op, activation);
   const auto stride = row_stride_of(x);
   const int64_t rows = rows_in(x), dim = x.size(x.dim() - 1);
@@ -290,7 +294,7 @@ void add_act_inplace(const char* op, const char* functional_op, const Tensor& x,
       "`x` is written in place and must be rows of adjacent elements that do not overlap, one "
       "stride between all of them; pass a contiguous tensor or use ",
       functional_op);
-  if (rows == 0 || dim == 0) return;
+  if (rows == 0 || dim == 0 || is_meta(x)) return;
   if (y != nullptr) {
     const Rows y_rows = rows_of(*y);  // where this is a copy, it shares nothing
     const bool same = y_rows.data() == x.const_data_ptr() && y_rows.stride == *stride;
@@ -333,12 +337,14 @@ Tensor act_and_mul_bwd(const Tensor& grad_out, const Tensor& x, int64_t activati
 }
 
 Tensor swiglu_clamped(const Tensor& x, double alpha, double limit, bool interleaved) {
-  return packed_forward("swiglu_clamped", x, clamped_formula(alpha, limit, interleaved));
+  const char* op = "swiglu_clamped";
+  return packed_forward(op, x, clamped_formula(op, alpha, limit, interleaved));
 }
 
 Tensor swiglu_clamped_bwd(const Tensor& grad_out, const Tensor& x, double alpha, double limit,
                           bool interleaved) {
-  return packed_backward("swiglu_clamped", grad_out, x, clamped_formula(alpha, limit, interleaved));
+  const char* op = "swiglu_clamped";
+  return packed_backward(op, grad_out, x, clamped_formula(op, alpha, limit, interleaved));
 }
 
 Tensor glu(const Tensor& gate, const Tensor& up, int64_t activation) {

@@ -39,7 +39,7 @@ void forward(const char* op, const Tensor& x, const Tensor* residual, const Opti
   RmsNormForward p{};
   p.rows = rows_in(x);
   p.dim = x.size(x.dim() - 1);
-  if (p.rows == 0 || p.dim == 0) return;
+  if (p.rows == 0 || p.dim == 0 || is_meta(x)) return;
   const Rows x_rows = rows_of(x);
   p.x = x_rows.data();
   p.x_stride = x_rows.stride;
@@ -85,18 +85,20 @@ struct Prepared {
 };
 
 Prepared check_forward(const char* op, const Tensor& x, const OptionalTensor& weight,
-                       std::optional<ScalarType> out_dtype) {
+                       const Options& options, std::optional<ScalarType> out_dtype) {
   check_x(op, x);
   const DType x_dtype = check_dtype(op, "x", x);
   FUSELAGE_CHECK(op, x.size(x.dim() - 1) < (int64_t{1} << 31),
                  "the last dimension of `x` must be below 2^31, got ", shape_of(x));
+  check_eps(op, options.eps);
+  check_not_nan(op, "weight_offset", options.weight_offset);
   return {check_vector(op, "weight", weight, x), x_dtype, check_out_dtype(op, out_dtype, x_dtype)};
 }
 
 Tensor run_rms_norm(const char* op, const Tensor& x, const OptionalTensor& weight,
                     const Options& options, std::optional<ScalarType> out_dtype,
                     const Tensor* rstd) {
-  const Prepared checked = check_forward(op, x, weight, out_dtype);
+  const Prepared checked = check_forward(op, x, weight, options, out_dtype);
   Tensor out = empty_like(x, scalar_type_of(checked.out_dtype));
   const int64_t dim = x.size(x.dim() - 1);
   forward(op, x, nullptr, checked.weight, out, dim, nullptr, 0, rstd, options);
@@ -106,7 +108,7 @@ Tensor run_rms_norm(const char* op, const Tensor& x, const OptionalTensor& weigh
 std::tuple<Tensor, Tensor> run_fused_add(const char* op, const Tensor& x, const Tensor& residual,
                                          const OptionalTensor& weight, const Options& options,
                                          std::optional<ScalarType> out_dtype, const Tensor* rstd) {
-  const Prepared checked = check_forward(op, x, weight, out_dtype);
+  const Prepared checked = check_forward(op, x, weight, options, out_dtype);
   check_like(op, "residual", residual, x);
   Tensor out = empty_like(x, scalar_type_of(checked.out_dtype));
   Tensor new_residual = empty_like(x, x.scalar_type());
@@ -157,7 +159,8 @@ std::tuple<Tensor, Tensor, Tensor> fused_add_rms_norm_fwd(const Tensor& x, const
 void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                          double eps, double weight_offset, bool cast_before_weight) {
   const char* op = "fused_add_rms_norm_";
-  const Prepared checked = check_forward(op, x, weight, std::nullopt);
+  const Options options{eps, weight_offset, cast_before_weight};
+  const Prepared checked = check_forward(op, x, weight, options, std::nullopt);
   check_like(op, "residual", residual, x);
   const auto x_stride = row_stride_of(x);
   const auto residual_stride = row_stride_of(residual);
@@ -177,7 +180,7 @@ void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const Optional
       op, !overlap(x, *x_stride, residual, *residual_stride, rows, dim),
       "`x` and `residual` are both written and must not share memory; pass a copy of one");
   forward(op, x, &residual, checked.weight, x, *x_stride, &residual, *residual_stride, nullptr,
-          {eps, weight_offset, cast_before_weight});
+          options);
 }
 
 std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad_out,
@@ -211,7 +214,7 @@ std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad_out,
   Tensor grad_x = needs_grad_x ? empty_like(x, x.scalar_type()) : no_tensor(x);
   Tensor grad_weight =
       needs_grad_weight ? empty_like(*checked_weight, checked_weight->scalar_type()) : no_tensor(x);
-  if (p.rows == 0 || p.dim == 0) {
+  if (p.rows == 0 || p.dim == 0 || is_meta(x)) {
     if (needs_grad_weight) torch::stable::zero_(grad_weight);
     return {grad_x, grad_weight};
   }

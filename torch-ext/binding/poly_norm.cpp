@@ -31,6 +31,7 @@ struct Inputs {
   int64_t rows, dim, experts;
   Tensor weight, bias;
   Tensor x_holder, mul_holder;  // keep contiguous copies alive
+  OptionalTensor offs_holder;
   const void* x;
   const void* mul;
   int64_t x_stride, mul_stride;
@@ -79,16 +80,16 @@ Inputs check(const Arguments& a) {
     check_like(a.op, "mul", *a.mul, x);
   }
   int64_t experts = 1;
-  const int32_t* offs = nullptr;
+  OptionalTensor offs;
   if (a.offs != nullptr) {
     check_same_device(a.op, "offs", *a.offs, x);
-    FUSELAGE_CHECK(a.op,
-                   a.offs->scalar_type() == ScalarType::Int && a.offs->dim() == 1 &&
-                       a.offs->size(0) >= 1 && a.offs->is_contiguous(),
-                   "`offs` must be a contiguous int32 [experts] of at least one, got ",
-                   torch::headeronly::toString(a.offs->scalar_type()), " ", shape_of(*a.offs));
+    FUSELAGE_CHECK(
+        a.op,
+        a.offs->scalar_type() == ScalarType::Int && a.offs->dim() == 1 && a.offs->size(0) >= 1,
+        "`offs` must be int32 [experts] of at least one, got ",
+        torch::headeronly::toString(a.offs->scalar_type()), " ", shape_of(*a.offs));
     experts = a.offs->size(0);
-    offs = static_cast<const int32_t*>(a.offs->const_data_ptr());
+    offs = a.offs->is_contiguous() ? *a.offs : torch::stable::contiguous(*a.offs);
   }
   if (a.hidden_clamp.has_value()) {
     FUSELAGE_CHECK(a.op, *a.hidden_clamp >= 0, "`hidden_clamp` must not be negative, got ",
@@ -103,9 +104,11 @@ Inputs check(const Arguments& a) {
   const float hidden_clamp = a.hidden_clamp.has_value() ? static_cast<float>(*a.hidden_clamp)
                                                         : std::numeric_limits<float>::infinity();
   const Rows x_rows = rows_of(x);
-  Inputs in{dtype,         rows,          dim,           experts,       weight,
-            bias,          x_rows.tensor, x_rows.tensor, x_rows.data(), nullptr,
-            x_rows.stride, x_rows.stride, offs,          hidden_clamp};
+  const auto* offs_data =
+      offs.has_value() ? static_cast<const int32_t*>(offs->const_data_ptr()) : nullptr;
+  Inputs in{dtype,   rows,          dim,           experts,   weight,
+            bias,    x_rows.tensor, x_rows.tensor, offs,      x_rows.data(),
+            nullptr, x_rows.stride, x_rows.stride, offs_data, hidden_clamp};
   if (a.packed) {
     in.mul = element(in.x, a.mul_first ? 0 : dim, dtype);
     in.x = element(in.x, a.mul_first ? dim : 0, dtype);
@@ -147,6 +150,7 @@ Tensor empty_rstd(const Tensor& x, int64_t rows) {
 // The result, and rstd where there is a place for it.
 Tensor run_forward(const Arguments& a, double eps, std::optional<Tensor>* rstd) {
   const Inputs in = check(a);
+  check_eps(a.op, eps);
   constexpr int64_t kMaxDim = 64;
   int64_t sizes[kMaxDim];
   const int64_t last = a.x.dim() - 1;
@@ -155,7 +159,7 @@ Tensor run_forward(const Arguments& a, double eps, std::optional<Tensor>* rstd) 
   sizes[last] = in.dim;
   Tensor out = empty(sizes, last + 1, a.x.scalar_type(), a.x);
   if (rstd != nullptr) *rstd = empty_rstd(a.x, in.rows);
-  if (in.rows == 0 || in.dim == 0) return out;
+  if (in.rows == 0 || in.dim == 0 || is_meta(a.x)) return out;
 
   PolyNormForward p = params_of<PolyNormForward>(in);
   p.out = out.mutable_data_ptr();
@@ -216,7 +220,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_backward(const Arguments& a, cons
       needs.weight ? empty_like(in.weight, in.weight.scalar_type()) : no_tensor(a.x);
   Tensor grad_bias = needs.bias ? empty_like(in.bias, in.bias.scalar_type()) : no_tensor(a.x);
   const auto results = [&] { return std::make_tuple(grad_x, grad_mul, grad_weight, grad_bias); };
-  if (in.rows == 0 || in.dim == 0) {
+  if (in.rows == 0 || in.dim == 0 || is_meta(a.x)) {
     if (needs.weight) torch::stable::zero_(grad_weight);
     if (needs.bias) torch::stable::zero_(grad_bias);
     return results();

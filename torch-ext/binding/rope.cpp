@@ -111,6 +111,7 @@ struct Positions {
 void check_shape(const char* op, const char* q_name, const Tensor& q, const Tensor& cos,
                  const Options& options, RotaryShape& shape, RotaryTable& table) {
   const int64_t width = cos.size(cos.dim() - 1);
+  FUSELAGE_CHECK(op, width > 0 || shape.dim == 0, "`cos` must have columns, got ", shape_of(cos));
   if (options.rotary_dim.has_value()) {
     shape.rotary_dim = *options.rotary_dim;
     FUSELAGE_CHECK(
@@ -249,7 +250,7 @@ int64_t elements_of_token(int64_t heads, const RotaryShape& shape) { return head
 void run(const char* op, const Rotary& p, const Tensor& q) {
   const int64_t tokens = p.shape.batch * p.shape.tokens;
   const int64_t heads = p.q.heads + p.k.heads;
-  if (tokens == 0 || heads == 0 || p.shape.dim == 0) return;
+  if (tokens == 0 || heads == 0 || p.shape.dim == 0 || is_meta(q)) return;
   if (q.is_cpu()) {
     check_positions_inside(op, p.table, p.shape);
     torch::stable::parallel_for(0, tokens, tasks_of(elements_of_token(heads, p.shape)),
@@ -376,8 +377,8 @@ void set_weight(Side& side, const OptionalTensor& weight, DType dtype) {
 void check_norm_dim(const char* op, const Tensor& q, const RotaryShape& shape) {
 #if defined(FUSELAGE_GPU)
   const int64_t most = gpu::qk_norm_rotary_max_dim(shape);
-  FUSELAGE_CHECK(op, q.is_cpu() || shape.dim <= most, "the last dimension of `q` must be at most ",
-                 most, " on a GPU, got ", shape_of(q),
+  FUSELAGE_CHECK(op, !q.is_cuda() || shape.dim <= most,
+                 "the last dimension of `q` must be at most ", most, " on a GPU, got ", shape_of(q),
                  "; longer heads take rms_norm and then apply_rotary");
 #endif
 }
@@ -427,7 +428,7 @@ void apply_rotary_(const Tensor& q, const OptionalTensor& k, const Tensor& cos, 
   p.q = {q_heads, q_heads, heads_of(q, dims)};
   if (k.has_value()) {
     check_writable("k", *k);
-    FUSELAGE_CHECK(op, is_empty(q) || is_empty(*k) || !may_overlap(q, *k, dims),
+    FUSELAGE_CHECK(op, is_empty(q) || is_empty(*k) || is_meta(q) || !may_overlap(q, *k, dims),
                    "`q` and `k` are both written and must not share memory; pass a copy of one");
     const Heads k_heads = view_to_write(*k, dims);
     p.k = {k_heads, k_heads, heads_of(*k, dims)};
@@ -451,6 +452,8 @@ std::tuple<Tensor, Tensor> qk_norm_rotary(
   const OptionalTensor checked_k_weight = check_vector(op, "k_weight", k_weight, q, "q");
   const Positions positions = check_positions(op, "q", q, cos, sin, options, p.shape);
   check_norm_dim(op, q, p.shape);
+  check_eps(op, eps);
+  check_not_nan(op, "weight_offset", weight_offset);
   p.table = positions.table;
   p.eps = static_cast<float>(eps);
   p.weight_offset = static_cast<float>(weight_offset);
@@ -470,7 +473,7 @@ std::tuple<Tensor, Tensor> qk_norm_rotary(
     set_weight(p.k, checked_k_weight, p.shape.dtype);
   }
   const int64_t tokens = p.shape.batch * p.shape.tokens, heads = p.q.heads + p.k.heads;
-  if (tokens == 0 || heads == 0 || p.shape.dim == 0) return {q_out, k_out};
+  if (tokens == 0 || heads == 0 || p.shape.dim == 0 || is_meta(q)) return {q_out, k_out};
   if (q.is_cpu()) {
     check_positions_inside(op, p.table, p.shape);
     torch::stable::parallel_for(
@@ -545,7 +548,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> qk_norm_rotary_bwd(
   const std::tuple<Tensor, Tensor, Tensor, Tensor> results{q_side.grad_x, k_side.grad_x,
                                                            q_side.grad_weight, k_side.grad_weight};
   const int64_t tokens = p.shape.batch * p.shape.tokens, heads = p.q.heads + p.k.heads;
-  if (tokens == 0 || heads == 0 || p.shape.dim == 0) {
+  if (tokens == 0 || heads == 0 || p.shape.dim == 0 || is_meta(q)) {
     if (p.q.grad_weight != nullptr) torch::stable::zero_(q_side.grad_weight);
     if (p.k.grad_weight != nullptr) torch::stable::zero_(k_side.grad_weight);
     return results;

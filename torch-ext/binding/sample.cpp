@@ -280,6 +280,7 @@ void logits_cpu(const LmHead& head, float* logits, int64_t stride) {
 }
 
 void run(const char* op, GumbelSample& p, const Tensor& x) {
+  if (is_meta(x)) return;
   if (x.is_cpu()) return run_cpu(p);
 #if defined(FUSELAGE_GPU)
   const int32_t device = x.get_device_index();
@@ -292,6 +293,7 @@ void run(const char* op, GumbelSample& p, const Tensor& x) {
 }
 
 void run(const char* op, LmHeadSample& p, const Tensor& x) {
+  if (is_meta(x)) return;
   if (x.is_cpu()) return run_cpu(p);
 #if defined(FUSELAGE_GPU)
   const int32_t device = x.get_device_index();
@@ -306,6 +308,7 @@ void run(const char* op, LmHeadSample& p, const Tensor& x) {
 // A draw from the head: without filters and sums its logits are never in memory.
 void draw_from_head(const char* op, const LmHead& head, const Draws& draws, const Filters& filters,
                     const DrawResults& results, const Tensor& hidden) {
+  if (is_meta(hidden)) return;
   if (!filters.any() && !results.needs_sums()) {
     LmHeadSample p{head, draws, results, nullptr};
     return run(op, p, hidden);

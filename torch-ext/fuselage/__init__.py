@@ -3,6 +3,8 @@
 import importlib
 
 from . import layers, modules
+from ._arguments import explain_errors_of
+from ._ops import ops
 from .ada_norm import ada_layer_norm, ada_rms_norm, gate_residual_ada_norm, layer_norm
 from .gate import (
     add_mul_act,
@@ -80,6 +82,8 @@ __all__ = [
     "swiglu_clamped",
     "wan_rotary_tables",
 ]
+
+explain_errors_of(ops)
 
 
 def __getattr__(name: str):

@@ -7,6 +7,8 @@ from typing import Optional
 import torch
 from torch.autograd import forward_ad
 
+from ._arguments import refuse_wrong_kinds
+
 # Inside a Function the op is called past its own, registered autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
@@ -15,7 +17,20 @@ def needs_grad(a: torch.Tensor, b: Optional[torch.Tensor] = None) -> bool:
     """Whether a result of these inputs must carry a gradient."""
     if forward_ad._current_level >= 0:
         _no_forward_mode(a, b)
-    return (a.requires_grad or (b is not None and b.requires_grad)) and torch.is_grad_enabled()
+    try:
+        return (a.requires_grad or (b is not None and b.requires_grad)) and torch.is_grad_enabled()
+    except AttributeError:  # not a tensor
+        refuse_wrong_kinds()
+        raise
+
+
+def uses_registered() -> bool:
+    """Whether the backward that is registered with an op is used, and not the `Function`.
+
+    Under torch.compile, which knows no other, and under autocast: what an op casts is then recorded
+    before it.
+    """
+    return torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
 
 
 def _no_forward_mode(*tensors: Optional[torch.Tensor]) -> None:

@@ -1,20 +1,80 @@
 """What every operator's fake kernel needs, which gives the shapes and dtypes of the results for
 tracing, and is also what runs when an input is on the meta device.
+
+What an op refuses is written once, in its binding. A fake kernel asks the binding: it calls the
+op's CPU kernel on tensors without data, for which the binding checks the arguments and launches
+nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch.utils import _python_dispatch
+
+from ._ops import add_op_namespace_prefix, ops
+
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
-def check_devices(op: str, name: str, x: torch.Tensor, /, **others) -> None:
-    """Raises as the real op does where one of `others` is not on the device of `x`, its `name`."""
-    for other_name, other in others.items():
-        if other is not None and other.device != x.device:
-            raise RuntimeError(
-                f"fuselage::{op}: `{other_name}` must be on the device of `{name}` ({x.device}), "
-                f"got {other.device}"
-            )
+def register_fake(name: str) -> Callable:
+    """Registers a fake kernel, which is called with arguments that the op accepts."""
+    overload = getattr(ops, name).default
+    names = [argument.name for argument in overload._schema.arguments]
+
+    def register(fake: Callable) -> Callable:
+        def checked(*args, **kwargs):
+            args = (*args, *(kwargs[name] for name in names[len(args) :]))
+            _check(overload, args)
+            return fake(*args)
+
+        torch.library.register_fake(add_op_namespace_prefix(name), checked)
+        return fake
+
+    return register
+
+
+def _check(overload: torch._ops.OpOverload, args: tuple) -> None:
+    """Raises what the op raises for such arguments."""
+    devices = [a.device for a in args if isinstance(a, torch.Tensor)]
+    try:
+        stand_ins = [_stand_in(a, devices[0]) for a in args]
+    except _NoHintError:
+        return  # the op checks it when it runs
+    try:
+        with _python_dispatch._disable_current_modes():
+            overload.redispatch(_CPU, *stand_ins)
+    except RuntimeError as error:
+        other = next((device for device in devices if device != devices[0]), None)
+        message = str(error).replace("(meta), got cpu", f"({devices[0]}), got {other}")
+        raise RuntimeError(message) from None
+
+
+class _NoHintError(Exception):
+    """A size is known only when the program runs."""
+
+
+def _stand_in(value, device: torch.device):
+    """A tensor without data like `value`, or anything else as it is.
+
+    One that is not on `device` becomes a CPU tensor, whose device the binding refuses.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.device != device:
+        return torch.empty(0, dtype=value.dtype)
+    sizes, strides = ([_hint(n) for n in numbers] for numbers in (value.shape, value.stride()))
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+
+
+def _hint(size) -> int:
+    """What a symbolic size is in the example that is traced. No guard follows from it."""
+    if isinstance(size, int):
+        return size
+    if not size.node.has_hint():
+        raise _NoHintError
+    return size.node.hint
 
 
 def new_like(x: torch.Tensor, *pairs: tuple[bool, torch.Tensor | None]) -> tuple[torch.Tensor, ...]:

@@ -7,8 +7,10 @@ from typing import Optional
 
 import torch
 
-from ._autograd import below_autograd, needs_grad, no_double_backward
-from ._fake import check_devices, new_like
+from ._arguments import refuse_wrong_kinds
+from ._autocast import Norm, Rule, register_autocast
+from ._autograd import below_autograd, needs_grad, no_double_backward, uses_registered
+from ._fake import new_like, register_fake
 from ._ops import add_op_namespace_prefix, ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
@@ -54,7 +56,7 @@ def layer_norm(
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016; `torch.nn.LayerNorm`.
     """
     if _some_need_grad(x, weight, bias):
-        if torch.compiler.is_compiling():
+        if uses_registered():
             return _layer_norm_fwd(x, weight, bias, eps)[0]
         return _LayerNorm.apply(x, weight, bias, eps)
     return _layer_norm(x, weight, bias, eps)
@@ -96,7 +98,7 @@ def ada_layer_norm(
     """
     args = (x, scale, shift, weight, bias, eps, True)
     if _some_need_grad(x, scale, shift, weight, bias):
-        return _ada_norm_fwd(*args)[0] if torch.compiler.is_compiling() else _AdaNorm.apply(*args)
+        return _ada_norm_fwd(*args)[0] if uses_registered() else _AdaNorm.apply(*args)
     return _ada_norm(*args)
 
 
@@ -128,7 +130,7 @@ def ada_rms_norm(
     """
     args = (x, scale, shift, weight, None, eps, False)
     if _some_need_grad(x, scale, shift, weight):
-        return _ada_norm_fwd(*args)[0] if torch.compiler.is_compiling() else _AdaNorm.apply(*args)
+        return _ada_norm_fwd(*args)[0] if uses_registered() else _AdaNorm.apply(*args)
     return _ada_norm(*args)
 
 
@@ -159,7 +161,7 @@ def gate_residual_ada_norm(
         gate: One for all rows, for each batch element or for each row, as `scale` in
             `ada_layer_norm`, but not necessarily of its shape. None for one.
         scale, shift, weight, bias, eps: As in `ada_layer_norm`.
-        norm: "layer", or "rms" for `ada_rms_norm`.
+        norm: "layer", or "rms" for `ada_rms_norm`, which has no bias.
 
     Returns:
         `(out, new_residual)`, both contiguous and both differentiable (once) in `x`, `residual`,
@@ -172,10 +174,11 @@ def gate_residual_ada_norm(
     Source: the adaLN-Zero block of Peebles and Xie, 2022.
     """
     if norm not in ("layer", "rms"):
+        refuse_wrong_kinds()
         raise ValueError(f"fuselage::gate_residual_ada_norm: norm must be layer or rms, got {norm}")
     args = (x, residual, gate, scale, shift, weight, bias, eps, norm == "layer")
     if _some_need_grad(x, residual, gate, scale, shift, weight, bias):
-        if torch.compiler.is_compiling():
+        if uses_registered():
             return _gate_residual_ada_norm_fwd(*args)[:2]
         return _GateResidualAdaNorm.apply(*args)
     return _gate_residual_ada_norm(*args)
@@ -354,6 +357,35 @@ torch.library.register_autograd(
 )
 
 
+register_autocast(Norm(("x",), "weight", "bias"), "layer_norm", "layer_norm_fwd")
+register_autocast(Norm(("x",), "scale", "shift", "weight", "bias"), "ada_norm", "ada_norm_fwd")
+
+
+class _GateResidualNorm(Norm):
+    """As `residual + gate * x` and the norm of that one after the other: the sum is no norm."""
+
+    def call(self, overload, arguments, device_type):
+        dtype = Rule.dtype_of_rows(self, arguments, device_type)
+        if device_type != "cuda" or dtype in (None, torch.float32):
+            return super().call(overload, arguments, device_type)
+        self.cast(arguments, dtype)
+        _, new_residual, *_ = overload(*arguments.values())
+        self.cast(arguments, torch.float32)
+        *_, scale, shift, weight, bias, eps, layer = arguments.values()
+        norm = _ada_norm if overload is _gate_residual_ada_norm else _ada_norm_fwd
+        results = norm(new_residual.float(), scale, shift, weight, bias, eps, layer)
+        if overload is _gate_residual_ada_norm:
+            return results, new_residual
+        out, statistics = results
+        return out, new_residual, statistics
+
+
+register_autocast(
+    _GateResidualNorm(("x", "residual", "gate"), "scale", "shift", "weight", "bias"),
+    *("gate_residual_ada_norm", "gate_residual_ada_norm_fwd"),
+)
+
+
 # Shapes and dtypes of the results, for tracing. This is also what runs when an input is on the meta
 # device.
 
@@ -363,84 +395,46 @@ def _statistics_like(x, layer):
     return x.new_empty((rows, 2) if layer else (rows,), dtype=torch.float32)
 
 
-def _ada_name(layer):
-    return "ada_layer_norm" if layer else "ada_rms_norm"
-
-
-@torch.library.register_fake(add_op_namespace_prefix("layer_norm"))
+@register_fake("layer_norm")
 def _(x, weight, bias, eps):
-    check_devices("layer_norm", "x", x, weight=weight, bias=bias)
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("layer_norm_fwd"))
+@register_fake("layer_norm_fwd")
 def _(x, weight, bias, eps):
-    check_devices("layer_norm", "x", x, weight=weight, bias=bias)
     return x.new_empty(x.shape), _statistics_like(x, True)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("layer_norm_bwd"))
-def _(grad_out, x, weight, bias, statistics, needs_grad_x, needs_grad_weight, needs_grad_bias):
-    others = {"grad_out": grad_out, "statistics": statistics}
-    check_devices("layer_norm_bwd", "x", x, **others, weight=weight, bias=bias)
-    pairs = ((needs_grad_x, x), (needs_grad_weight, weight), (needs_grad_bias, bias))
-    return new_like(x, *pairs)
+@register_fake("layer_norm_bwd")
+def _(grad_out, x, weight, bias, statistics, *needs):
+    return new_like(x, *zip(needs, (x, weight, bias)))
 
 
-@torch.library.register_fake(add_op_namespace_prefix("ada_norm"))
+@register_fake("ada_norm")
 def _(x, scale, shift, weight, bias, eps, layer):
-    others = {"scale": scale, "shift": shift, "weight": weight, "bias": bias}
-    check_devices(_ada_name(layer), "x", x, **others)
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("ada_norm_fwd"))
+@register_fake("ada_norm_fwd")
 def _(x, scale, shift, weight, bias, eps, layer):
-    others = {"scale": scale, "shift": shift, "weight": weight, "bias": bias}
-    check_devices(_ada_name(layer), "x", x, **others)
     return x.new_empty(x.shape), _statistics_like(x, layer)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("ada_norm_bwd"))
+@register_fake("ada_norm_bwd")
 def _(grad_out, x, scale, shift, weight, bias, statistics, layer, *needs):
-    given = {"scale": scale, "shift": shift, "weight": weight, "bias": bias}
-    others = {"grad_out": grad_out, "statistics": statistics}
-    check_devices("ada_norm_bwd", "x", x, **others, **given)
-    return new_like(x, *zip(needs, (x, *given.values())))
+    return new_like(x, *zip(needs, (x, scale, shift, weight, bias)))
 
 
-@torch.library.register_fake(add_op_namespace_prefix("gate_residual_ada_norm"))
+@register_fake("gate_residual_ada_norm")
 def _(x, residual, gate, scale, shift, weight, bias, eps, layer):
-    others = {"residual": residual, "gate": gate, "scale": scale, "shift": shift}
-    check_devices("gate_residual_ada_norm", "x", x, **others, weight=weight, bias=bias)
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("gate_residual_ada_norm_fwd"))
+@register_fake("gate_residual_ada_norm_fwd")
 def _(x, residual, gate, scale, shift, weight, bias, eps, layer):
-    others = {"residual": residual, "gate": gate, "scale": scale, "shift": shift}
-    check_devices("gate_residual_ada_norm", "x", x, **others, weight=weight, bias=bias)
     return x.new_empty(x.shape), x.new_empty(x.shape), _statistics_like(x, layer)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("gate_residual_ada_norm_bwd"))
-def _(
-    grad_out,
-    grad_new_residual,
-    new_residual,
-    x,
-    gate,
-    scale,
-    shift,
-    weight,
-    bias,
-    statistics,
-    layer,
-    *needs,
-):
-    given = {"gate": gate, "scale": scale, "shift": shift, "weight": weight, "bias": bias}
-    others = {"grad_out": grad_out, "grad_new_residual": grad_new_residual, "x": x}
-    others["statistics"] = statistics
-    s = new_residual
-    check_devices("gate_residual_ada_norm_bwd", "new_residual", s, **others, **given)
-    return new_like(s, *zip(needs, (s, s, *given.values())))
+@register_fake("gate_residual_ada_norm_bwd")
+def _(grad_out, grad_new_residual, s, x, gate, scale, shift, weight, bias, statistics, _, *needs):
+    return new_like(s, *zip(needs, (s, s, gate, scale, shift, weight, bias)))

@@ -10,8 +10,16 @@ from typing import Optional
 
 import torch
 
-from ._autograd import below_autograd, mark_written, needs_grad, no_double_backward
-from ._fake import check_devices, new_like
+from ._arguments import refuse_wrong_kinds
+from ._autocast import Rule, register_autocast
+from ._autograd import (
+    below_autograd,
+    mark_written,
+    needs_grad,
+    no_double_backward,
+    uses_registered,
+)
+from ._fake import new_like, register_fake
 from ._ops import add_op_namespace_prefix, ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
@@ -58,8 +66,12 @@ _NAMES = {number: name for name, number in _NUMBERS.items()}
 
 
 def _number_of(op: str, activation: str) -> int:
-    number = _NUMBERS.get(activation)
+    try:
+        number = _NUMBERS.get(activation)
+    except TypeError:  # no key
+        number = None
     if number is None:
+        refuse_wrong_kinds()
         raise RuntimeError(
             f"fuselage::{op}: `activation` must be one of {', '.join(_NUMBERS)}, got {activation!r}"
         )
@@ -218,7 +230,7 @@ def swiglu_clamped(
     Source: `GptOssExperts` of transformers; OpenAI's gpt-oss reference.
     """
     if needs_grad(x):
-        if torch.compiler.is_compiling():
+        if uses_registered():
             return _swiglu_clamped_fwd(x, alpha, limit, interleaved)
         return _SwigluClamped.apply(x, alpha, limit, interleaved)
     return _swiglu_clamped(x, alpha, limit, interleaved)
@@ -258,6 +270,7 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> to
         return _apply_glu(gate, up, _GELU)
     if approximate == "tanh":
         return _apply_glu(gate, up, _GELU_TANH)
+    refuse_wrong_kinds()
     raise RuntimeError(
         f"fuselage::geglu: `approximate` must be 'none' or 'tanh', got {approximate!r}"
     )
@@ -290,7 +303,7 @@ def bias_act(
     """
     number = _number_of("bias_act", activation)
     if needs_grad(x, bias):
-        if torch.compiler.is_compiling():
+        if uses_registered():
             return _bias_act_fwd(x, bias, number)
         return _BiasAct.apply(x, bias, number)
     return _bias_act(x, bias, number)
@@ -347,7 +360,7 @@ def add_mul_act(
     """
     number = _number_of("add_mul_act", activation)
     if needs_grad(x, bias) or needs_grad(y):
-        if torch.compiler.is_compiling():
+        if uses_registered():
             return _add_mul_act_fwd(x, bias, y, alpha, number)
         return _AddMulAct.apply(x, bias, y, alpha, number)
     return _add_mul_act(x, bias, y, alpha, number)
@@ -393,7 +406,7 @@ def _refuse_gradient(op: str, functional_op: str) -> None:
 
 def _apply_activation(x, activation):
     if needs_grad(x):
-        if torch.compiler.is_compiling():
+        if uses_registered():
             return _activation_fwd(x, activation)
         return _Activation.apply(x, activation)
     return _activation(x, activation)
@@ -426,7 +439,7 @@ class _Activation(torch.autograd.Function):
 
 def _apply_act_and_mul(x, activation, gate_first):
     if needs_grad(x):
-        if torch.compiler.is_compiling():
+        if uses_registered():
             return _act_and_mul_fwd(x, activation, gate_first)
         return _ActAndMul.apply(x, activation, gate_first)
     return _act_and_mul(x, activation, gate_first)
@@ -490,7 +503,7 @@ class _SwigluClamped(torch.autograd.Function):
 
 def _apply_glu(gate, up, activation):
     if needs_grad(gate, up):
-        if torch.compiler.is_compiling():
+        if uses_registered():
             return _glu_fwd(gate, up, activation)
         return _Glu.apply(gate, up, activation)
     return _glu(gate, up, activation)
@@ -614,100 +627,57 @@ for _op, _backward, _setup in (
     torch.library.register_autograd(add_op_namespace_prefix(_op), _backward, setup_context=_setup)
 
 
+register_autocast(Rule(("gate", "up")), "glu", "glu_fwd")
+register_autocast(Rule(("x",), "bias"), "bias_act", "bias_act_fwd")
+register_autocast(Rule(("x", "y"), "bias"), "add_mul_act", "add_mul_act_fwd")
+
+
 # Shapes and dtypes of the results, for tracing.
 
 
-def _half_of(op, x):
-    if x.shape[-1] % 2 != 0:
-        raise RuntimeError(
-            f"fuselage::{op}: the last dimension of `x` must be even: it holds gate and value, "
-            f"got {list(x.shape)}"
-        )
+def _fake_like_x(x, *options):
+    return x.new_empty(x.shape)
+
+
+def _fake_half_of_x(x, *options):
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-def _fake_activation(x, activation):
+def _fake_grad_of_x(grad_out, x, *options):
     return x.new_empty(x.shape)
 
 
-def _fake_activation_bwd(grad_out, x, activation):
-    check_devices(_NAMES[activation], "x", x, grad_out=grad_out)
-    return x.new_empty(x.shape)
+def _fake_inplace(x, *options):
+    return None
 
 
-def _fake_act_and_mul(x, activation, gate_first):
-    return _half_of(_act_and_mul_name(activation, gate_first), x)
+def _fake_glu_bwd(grad_out, gate, up, activation, *needs):
+    return new_like(gate, *zip(needs, (gate, up)))
 
 
-def _fake_act_and_mul_bwd(grad_out, x, activation, gate_first):
-    check_devices(_act_and_mul_name(activation, gate_first), "x", x, grad_out=grad_out)
-    return x.new_empty(x.shape)
-
-
-def _fake_swiglu_clamped(x, alpha, limit, interleaved):
-    return _half_of("swiglu_clamped", x)
-
-
-def _fake_swiglu_clamped_bwd(grad_out, x, alpha, limit, interleaved):
-    check_devices("swiglu_clamped", "x", x, grad_out=grad_out)
-    return x.new_empty(x.shape)
-
-
-def _fake_glu(gate, up, activation):
-    check_devices(_glu_name(activation), "gate", gate, up=up)
-    return gate.new_empty(gate.shape)
-
-
-def _fake_glu_bwd(grad_out, gate, up, activation, needs_grad_gate, needs_grad_up):
-    check_devices(_glu_name(activation), "gate", gate, up=up, grad_out=grad_out)
-    return new_like(gate, (needs_grad_gate, gate), (needs_grad_up, up))
-
-
-def _fake_bias_act(x, bias, activation):
-    check_devices("bias_act", "x", x, bias=bias)
-    return x.new_empty(x.shape)
-
-
-def _fake_bias_act_inplace(x, bias, activation):
-    check_devices("bias_act_", "x", x, bias=bias)
-
-
-def _fake_add_mul_act(x, bias, y, alpha, activation):
-    check_devices("add_mul_act", "x", x, bias=bias, y=y)
-    return x.new_empty(x.shape)
-
-
-def _fake_add_mul_act_inplace(x, bias, y, alpha, activation):
-    check_devices("add_mul_act_", "x", x, bias=bias, y=y)
-
-
-def _fake_add_mul_act_bwd(
-    grad_out, x, bias, y, alpha, activation, needs_grad_x, needs_grad_bias, needs_grad_y
-):
-    check_devices("add_mul_act_bwd", "grad_out", grad_out, x=x, bias=bias, y=y)
-    needs = (needs_grad_x, needs_grad_bias, needs_grad_y)
+def _fake_add_mul_act_bwd(grad_out, x, bias, y, alpha, activation, *needs):
     return new_like(grad_out, *zip(needs, (grad_out, bias, grad_out)))
 
 
 for _op, _fake in (
-    ("activation", _fake_activation),
-    ("activation_fwd", _fake_activation),
-    ("activation_bwd", _fake_activation_bwd),
-    ("act_and_mul", _fake_act_and_mul),
-    ("act_and_mul_fwd", _fake_act_and_mul),
-    ("act_and_mul_bwd", _fake_act_and_mul_bwd),
-    ("swiglu_clamped", _fake_swiglu_clamped),
-    ("swiglu_clamped_fwd", _fake_swiglu_clamped),
-    ("swiglu_clamped_bwd", _fake_swiglu_clamped_bwd),
-    ("glu", _fake_glu),
-    ("glu_fwd", _fake_glu),
+    ("activation", _fake_like_x),
+    ("activation_fwd", _fake_like_x),
+    ("activation_bwd", _fake_grad_of_x),
+    ("act_and_mul", _fake_half_of_x),
+    ("act_and_mul_fwd", _fake_half_of_x),
+    ("act_and_mul_bwd", _fake_grad_of_x),
+    ("swiglu_clamped", _fake_half_of_x),
+    ("swiglu_clamped_fwd", _fake_half_of_x),
+    ("swiglu_clamped_bwd", _fake_grad_of_x),
+    ("glu", _fake_like_x),
+    ("glu_fwd", _fake_like_x),
     ("glu_bwd", _fake_glu_bwd),
-    ("bias_act", _fake_bias_act),
-    ("bias_act_fwd", _fake_bias_act),
-    ("bias_act_", _fake_bias_act_inplace),
-    ("add_mul_act", _fake_add_mul_act),
-    ("add_mul_act_fwd", _fake_add_mul_act),
-    ("add_mul_act_", _fake_add_mul_act_inplace),
+    ("bias_act", _fake_like_x),
+    ("bias_act_fwd", _fake_like_x),
+    ("bias_act_", _fake_inplace),
+    ("add_mul_act", _fake_like_x),
+    ("add_mul_act_fwd", _fake_like_x),
+    ("add_mul_act_", _fake_inplace),
     ("add_mul_act_bwd", _fake_add_mul_act_bwd),
 ):
-    torch.library.register_fake(add_op_namespace_prefix(_op))(_fake)
+    register_fake(_op)(_fake)

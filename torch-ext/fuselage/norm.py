@@ -7,8 +7,15 @@ from typing import Optional
 
 import torch
 
-from ._autograd import below_autograd, mark_written, needs_grad, no_double_backward
-from ._fake import check_devices, new_like
+from ._autocast import Norm, register_autocast
+from ._autograd import (
+    below_autograd,
+    mark_written,
+    needs_grad,
+    no_double_backward,
+    uses_registered,
+)
+from ._fake import new_like, register_fake
 from ._ops import add_op_namespace_prefix, ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
@@ -68,7 +75,7 @@ def rms_norm(
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     if needs_grad(x, weight):
-        if torch.compiler.is_compiling():
+        if uses_registered():
             return _rms_norm_fwd(x, weight, eps, weight_offset, cast_before_weight, out_dtype)[0]
         return _RMSNorm.apply(x, weight, eps, weight_offset, cast_before_weight, out_dtype)
     return _rms_norm(x, weight, eps, weight_offset, cast_before_weight, out_dtype)
@@ -109,7 +116,7 @@ def fused_add_rms_norm(
     """
     if needs_grad(x, weight) or needs_grad(residual):
         args = (x, residual, weight, eps, weight_offset, cast_before_weight, out_dtype)
-        if torch.compiler.is_compiling():
+        if uses_registered():
             return _fused_add_rms_norm_fwd(*args)[:2]
         return _FusedAddRMSNorm.apply(*args)
     return _fused_add_rms_norm(
@@ -260,6 +267,10 @@ torch.library.register_autograd(
 )
 
 
+register_autocast(Norm(("x",), "weight"), "rms_norm", "rms_norm_fwd")
+register_autocast(Norm(("x", "residual"), "weight"), "fused_add_rms_norm", "fused_add_rms_norm_fwd")
+
+
 # Shapes and dtypes of the results, for tracing. This is also what runs when an input is on the meta
 # device.
 
@@ -272,37 +283,31 @@ def _rstd_like(x):
     return x.new_empty((math.prod(x.shape[:-1]),), dtype=torch.float32)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("rms_norm"))
+@register_fake("rms_norm")
 def _(x, weight, eps, weight_offset, cast_before_weight, out_dtype):
-    check_devices("rms_norm", "x", x, weight=weight)
     return _out_like(x, out_dtype)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("rms_norm_fwd"))
+@register_fake("rms_norm_fwd")
 def _(x, weight, eps, weight_offset, cast_before_weight, out_dtype):
-    check_devices("rms_norm", "x", x, weight=weight)
     return _out_like(x, out_dtype), _rstd_like(x)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("rms_norm_bwd"))
+@register_fake("rms_norm_bwd")
 def _(grad_out, grad_new_residual, x, weight, rstd, weight_offset, needs_grad_x, needs_grad_weight):
-    others = {"grad_out": grad_out, "grad_new_residual": grad_new_residual}
-    check_devices("rms_norm_bwd", "x", x, **others, weight=weight, rstd=rstd)
     return new_like(x, (needs_grad_x, x), (needs_grad_weight, weight))
 
 
-@torch.library.register_fake(add_op_namespace_prefix("fused_add_rms_norm"))
+@register_fake("fused_add_rms_norm")
 def _(x, residual, weight, eps, weight_offset, cast_before_weight, out_dtype):
-    check_devices("fused_add_rms_norm", "x", x, residual=residual, weight=weight)
     return _out_like(x, out_dtype), _out_like(x, None)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("fused_add_rms_norm_fwd"))
+@register_fake("fused_add_rms_norm_fwd")
 def _(x, residual, weight, eps, weight_offset, cast_before_weight, out_dtype):
-    check_devices("fused_add_rms_norm", "x", x, residual=residual, weight=weight)
     return _out_like(x, out_dtype), _out_like(x, None), _rstd_like(x)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("fused_add_rms_norm_"))
+@register_fake("fused_add_rms_norm_")
 def _(x, residual, weight, eps, weight_offset, cast_before_weight):
-    check_devices("fused_add_rms_norm_", "x", x, residual=residual, weight=weight)
+    return None

@@ -7,8 +7,9 @@ from typing import Optional
 
 import torch
 
-from ._autograd import below_autograd, needs_grad, no_double_backward
-from ._fake import check_devices, new_like
+from ._autocast import Norm, register_autocast
+from ._autograd import below_autograd, needs_grad, no_double_backward, uses_registered
+from ._fake import new_like, register_fake
 from ._ops import add_op_namespace_prefix, ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
@@ -50,7 +51,7 @@ def poly_norm(
     Source: Zhuo et al., "Polynomial Composition Activations", 2024; the Motif models.
     """
     if needs_grad(x, weight) or needs_grad(bias):
-        if torch.compiler.is_compiling():
+        if uses_registered():
             return _poly_norm_fwd(x, weight, bias, eps)[0]
         return _PolyNorm.apply(x, weight, bias, eps)
     return _poly_norm(x, weight, bias, eps)
@@ -84,7 +85,7 @@ def fused_mul_poly_norm(
     Source: the gated MLP of the Motif models.
     """
     if needs_grad(x, mul) or needs_grad(weight, bias):
-        if torch.compiler.is_compiling():
+        if uses_registered():
             return _fused_mul_poly_norm_fwd(x, mul, weight, bias, eps, mul_first)[0]
         return _FusedMulPolyNorm.apply(x, mul, weight, bias, eps, mul_first)
     return _fused_mul_poly_norm(x, mul, weight, bias, eps, mul_first)
@@ -134,7 +135,7 @@ def grouped_poly_norm(
     """
     options = (offs, eps, mul_first, hidden_clamp)
     if needs_grad(x, mul) or needs_grad(weight, bias):
-        if torch.compiler.is_compiling():
+        if uses_registered():
             return _grouped_poly_norm_fwd(x, mul, weight, bias, *options)[0]
         return _GroupedPolyNorm.apply(x, mul, weight, bias, *options)
     return _grouped_poly_norm(x, mul, weight, bias, *options)
@@ -278,6 +279,14 @@ torch.library.register_autograd(
 )
 
 
+register_autocast(Norm(("x",), "weight", "bias"), "poly_norm", "poly_norm_fwd")
+register_autocast(
+    Norm(("x", "mul"), "weight", "bias"),
+    *("fused_mul_poly_norm", "fused_mul_poly_norm_fwd"),
+    *("grouped_poly_norm", "grouped_poly_norm_fwd"),
+)
+
+
 # Shapes and dtypes of the results, for tracing. This is also what runs when an input is on the meta
 # device.
 
@@ -290,81 +299,41 @@ def _rstd_like(x):
     return x.new_empty((math.prod(x.shape[:-1]), 3), dtype=torch.float32)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("poly_norm"))
+@register_fake("poly_norm")
 def _(x, weight, bias, eps):
-    check_devices("poly_norm", "x", x, weight=weight, bias=bias)
     return _out_like(x, False)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("poly_norm_fwd"))
+@register_fake("poly_norm_fwd")
 def _(x, weight, bias, eps):
-    check_devices("poly_norm", "x", x, weight=weight, bias=bias)
     return _out_like(x, False), _rstd_like(x)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("fused_mul_poly_norm"))
+@register_fake("fused_mul_poly_norm")
 def _(x, mul, weight, bias, eps, mul_first):
-    check_devices("fused_mul_poly_norm", "x", x, mul=mul, weight=weight, bias=bias)
     return _out_like(x, mul is None)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("fused_mul_poly_norm_fwd"))
+@register_fake("fused_mul_poly_norm_fwd")
 def _(x, mul, weight, bias, eps, mul_first):
-    check_devices("fused_mul_poly_norm", "x", x, mul=mul, weight=weight, bias=bias)
     return _out_like(x, mul is None), _rstd_like(x)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("poly_norm_bwd"))
-def _(
-    grad_out,
-    x,
-    mul,
-    packed,
-    mul_first,
-    weight,
-    bias,
-    rstd,
-    needs_grad_x,
-    needs_grad_mul,
-    needs_grad_weight,
-    needs_grad_bias,
-):
-    check_devices(
-        "poly_norm_bwd", "x", x, grad_out=grad_out, mul=mul, weight=weight, bias=bias, rstd=rstd
-    )
-    needs = (needs_grad_x, needs_grad_mul, needs_grad_weight, needs_grad_bias)
+@register_fake("poly_norm_bwd")
+def _(grad_out, x, mul, packed, mul_first, weight, bias, rstd, *needs):
     return new_like(x, *zip(needs, (x, mul, weight, bias)))
 
 
-@torch.library.register_fake(add_op_namespace_prefix("grouped_poly_norm"))
+@register_fake("grouped_poly_norm")
 def _(x, mul, weight, bias, offs, eps, mul_first, hidden_clamp):
-    check_devices("grouped_poly_norm", "x", x, mul=mul, weight=weight, bias=bias, offs=offs)
     return _out_like(x, mul is None)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("grouped_poly_norm_fwd"))
+@register_fake("grouped_poly_norm_fwd")
 def _(x, mul, weight, bias, offs, eps, mul_first, hidden_clamp):
-    check_devices("grouped_poly_norm", "x", x, mul=mul, weight=weight, bias=bias, offs=offs)
     return _out_like(x, mul is None), _rstd_like(x)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("grouped_poly_norm_bwd"))
-def _(
-    grad_out,
-    x,
-    mul,
-    mul_first,
-    weight,
-    bias,
-    offs,
-    rstd,
-    hidden_clamp,
-    needs_grad_x,
-    needs_grad_mul,
-    needs_grad_weight,
-    needs_grad_bias,
-):
-    others = {"mul": mul, "weight": weight, "bias": bias, "offs": offs, "rstd": rstd}
-    check_devices("grouped_poly_norm_bwd", "x", x, grad_out=grad_out, **others)
-    needs = (needs_grad_x, needs_grad_mul, needs_grad_weight, needs_grad_bias)
+@register_fake("grouped_poly_norm_bwd")
+def _(grad_out, x, mul, mul_first, weight, bias, offs, rstd, hidden_clamp, *needs):
     return new_like(x, *zip(needs, (x, mul, weight, bias)))

@@ -7,8 +7,15 @@ from typing import Optional, Union
 
 import torch
 
-from ._autograd import below_autograd, mark_written, needs_grad, no_double_backward
-from ._fake import check_devices, new_like
+from ._autocast import Norm, Rule, register_autocast
+from ._autograd import (
+    below_autograd,
+    mark_written,
+    needs_grad,
+    no_double_backward,
+    uses_registered,
+)
+from ._fake import new_like, register_fake
 from ._ops import add_op_namespace_prefix, ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
@@ -84,10 +91,7 @@ def apply_rotary(
     )
     args = (q, k, cos, sin, position_ids, offsets, offset, interleaved, heads_dim, rotary_dim)
     if needs_grad(q, k):
-        if torch.compiler.is_compiling():
-            outs = _apply_rotary_fwd(*args)
-        else:
-            outs = _ApplyRotary.apply(*args)
+        outs = _apply_rotary_fwd(*args) if uses_registered() else _ApplyRotary.apply(*args)
     else:
         outs = _apply_rotary(*args)
     return outs[0] if k is None else outs
@@ -197,10 +201,7 @@ def qk_norm_rotary(
         (q_weight is not None or k_weight is not None)
         and needs_grad(q if q_weight is None else q_weight, k_weight)
     ):
-        if torch.compiler.is_compiling():
-            outs = _qk_norm_rotary_fwd(*args)
-        else:
-            outs = _QkNormRotary.apply(*args)
+        outs = _qk_norm_rotary_fwd(*args) if uses_registered() else _QkNormRotary.apply(*args)
     else:
         outs = _qk_norm_rotary(*args)
     return outs[0] if k is None else outs
@@ -440,6 +441,13 @@ torch.library.register_autograd(
 )
 
 
+register_autocast(Rule(("q", "k"), ("cos", "sin")), "apply_rotary", "apply_rotary_fwd")
+register_autocast(
+    Norm(("q", "k"), "q_weight", "k_weight", ("cos", "sin")),
+    *("qk_norm_rotary", "qk_norm_rotary_fwd"),
+)
+
+
 # Shapes and dtypes of the results, for tracing. This is also what runs when an input is on the meta
 # device.
 
@@ -456,51 +464,23 @@ def _heads_like(x: Optional[torch.Tensor], q: torch.Tensor) -> torch.Tensor:
     return x.new_empty((batch, second, first, dim)).transpose(1, 2)
 
 
-def _check_rotary(op, q, k, cos, sin, position_ids, offsets, **others):
-    tables = {"cos": cos, "sin": sin, "position_ids": position_ids, "offset": offsets}
-    check_devices(op, "q", q, k=k, **others, **tables)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("apply_rotary"))
-def _(q, k, cos, sin, position_ids, offsets, offset, interleaved, heads_dim, rotary_dim):
-    _check_rotary("apply_rotary", q, k, cos, sin, position_ids, offsets)
+@register_fake("apply_rotary")
+@register_fake("apply_rotary_fwd")
+@register_fake("apply_rotary_bwd")
+@register_fake("qk_norm_rotary")
+@register_fake("qk_norm_rotary_fwd")
+def _(q, k, *options):
     return _heads_like(q, q), _heads_like(k, q)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("apply_rotary_fwd"))
-def _(q, k, cos, sin, position_ids, offsets, offset, interleaved, heads_dim, rotary_dim):
-    _check_rotary("apply_rotary", q, k, cos, sin, position_ids, offsets)
-    return _heads_like(q, q), _heads_like(k, q)
+@register_fake("apply_rotary_")
+def _(q, k, *options):
+    return None
 
 
-@torch.library.register_fake(add_op_namespace_prefix("apply_rotary_bwd"))
-def _(q, k, cos, sin, position_ids, offsets, offset, interleaved, heads_dim, rotary_dim):
-    _check_rotary("apply_rotary_bwd", q, k, cos, sin, position_ids, offsets)
-    return _heads_like(q, q), _heads_like(k, q)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("apply_rotary_"))
-def _(q, k, cos, sin, position_ids, offsets, offset, interleaved, heads_dim, rotary_dim):
-    _check_rotary("apply_rotary_", q, k, cos, sin, position_ids, offsets)
-
-
-def _fake_qk_norm_rotary(q, k, q_weight, k_weight, cos, sin, position_ids, offsets, *options):
-    weights = {"q_weight": q_weight, "k_weight": k_weight}
-    _check_rotary("qk_norm_rotary", q, k, cos, sin, position_ids, offsets, **weights)
-    return _heads_like(q, q), _heads_like(k, q)
-
-
-torch.library.register_fake(add_op_namespace_prefix("qk_norm_rotary"), _fake_qk_norm_rotary)
-torch.library.register_fake(add_op_namespace_prefix("qk_norm_rotary_fwd"), _fake_qk_norm_rotary)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("qk_norm_rotary_bwd"))
-def _(grad_q_out, grad_k_out, q, k, q_weight, k_weight, cos, sin, position_ids, offsets, *options):
-    others = {"grad_q_out": grad_q_out, "grad_k_out": grad_k_out}
-    weights = {"q_weight": q_weight, "k_weight": k_weight}
-    _check_rotary("qk_norm_rotary_bwd", q, k, cos, sin, position_ids, offsets, **others, **weights)
+@register_fake("qk_norm_rotary_bwd")
+def _(grad_q_out, grad_k_out, q, k, q_weight, k_weight, *options):
     *_, needs_q, needs_k, needs_q_weight, needs_k_weight = options
-
     return (
         _heads_like(q if needs_q else None, q),
         _heads_like(k if needs_k else None, q),

@@ -8,8 +8,9 @@ from typing import NamedTuple, Optional, Union
 
 import torch
 
-from ._fake import check_devices
-from ._ops import add_op_namespace_prefix, ops
+from ._autocast import Product, Rule, register_autocast
+from ._fake import register_fake
+from ._ops import ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
 _gumbel_sample = ops.gumbel_sample.default
@@ -304,12 +305,19 @@ def _check_generator(op, generator) -> None:
         )
 
 
+_PRODUCT = Product(
+    ("hidden", "weight"), "bias", float32=("weight_scale", "temperature", "top_p", "min_p")
+)
+_LOGITS = Rule(("logits",), "bias", float32=("temperature", "top_p", "min_p"))
+register_autocast(_PRODUCT, "lm_head_sample", "lm_head_sample_shard")
+register_autocast(_LOGITS, "gumbel_sample")
+
+
 # Shapes and dtypes of the results, for tracing. This is also what runs when an input is on the meta
 # device.
 
 
-def _fake_results(op, name, x, num_samples, return_logprobs, **others):
-    check_devices(op, name, x, **others)
+def _fake_results(x, num_samples, return_logprobs):
     shape = (x.shape[0], num_samples)
     floats = shape if return_logprobs else (0,)
     return (
@@ -319,35 +327,17 @@ def _fake_results(op, name, x, num_samples, return_logprobs, **others):
     )
 
 
-@torch.library.register_fake(add_op_namespace_prefix("gumbel_sample"))
-def _(logits, bias, bitmask, seed, offset, temperature, _temperature, *options):
-    top_k, _, top_p, _, min_p, _, num_samples, _, return_logprobs = options
-    return _fake_results(
-        *("gumbel_sample", "logits", logits, num_samples, return_logprobs),
-        **{"bias": bias, "bitmask": bitmask, "seed": seed, "offset": offset},
-        **{"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
-    )
+@register_fake("gumbel_sample")
+@register_fake("lm_head_sample")
+def _(x, *options):
+    *_, num_samples, _, return_logprobs = options
+    return _fake_results(x, num_samples, return_logprobs)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("lm_head_sample"))
-def _(hidden, weight, weight_scale, bias, softcap, seed, offset, temperature, *options):
-    _, top_k, _, top_p, _, min_p, _, num_samples, _, return_logprobs = options
-    return _fake_results(
-        *("lm_head_sample", "hidden", hidden, num_samples, return_logprobs),
-        **{"weight": weight, "weight_scale": weight_scale, "bias": bias, "seed": seed},
-        **{"offset": offset, "temperature": temperature},
-        **{"top_k": top_k, "top_p": top_p, "min_p": min_p},
-    )
-
-
-@torch.library.register_fake(add_op_namespace_prefix("lm_head_sample_shard"))
-def _(hidden, weight, weight_scale, bias, softcap, seed, offset, temperature, *options):
-    _, num_samples, _, return_log_sum_exp = options
-    tokens, _, _ = _fake_results(
-        *("lm_head_sample_shard", "hidden", hidden, num_samples, False),
-        **{"weight": weight, "weight_scale": weight_scale, "bias": bias, "seed": seed},
-        **{"offset": offset, "temperature": temperature},
-    )
+@register_fake("lm_head_sample_shard")
+def _(hidden, *options):
+    *_, num_samples, _, return_log_sum_exp = options
+    tokens, _, _ = _fake_results(hidden, num_samples, False)
     sums = (hidden.shape[0] if return_log_sum_exp else 0,)
     return (
         hidden.new_empty(tokens.shape, dtype=torch.float32),
