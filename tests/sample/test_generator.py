@@ -164,7 +164,8 @@ def test_compiled_code_takes_any_number_as_a_seed(fuselage, device):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
 @pytest.mark.parametrize("own", [False, True], ids=["default", "registered"])
 def test_replays_of_a_cuda_graph_follow_a_generator(fuselage, device, own):
     logits = torch.zeros(3, VOCAB, device=device)
@@ -194,7 +195,8 @@ def test_replays_of_a_cuda_graph_follow_a_generator(fuselage, device, own):
     assert runs[0] == runs[1] and len({str(t) for t in runs[0]}) == 10
 
 
-@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
 @pytest.mark.parametrize("options", [{}, {"top_k": 20}, {"top_p": 0.9}], ids=str)
 def test_no_call_waits_for_the_device(fuselage, device, options):
     logits = torch.randn(3, 1000, device=device)
