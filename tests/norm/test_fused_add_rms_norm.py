@@ -139,6 +139,26 @@ def test_in_place_refuses_inputs_that_share_memory(fuselage, device, residual_of
     check_refused(fuselage, inputs, r"fuselage::fused_add_rms_norm_: .*(share|overlap|same memory)")
 
 
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("name", ["x", "residual"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_in_place_refuses_a_weight_that_it_would_write(fuselage, device, name, dtype):
+    inputs = OP.inputs((6, 16), torch.bfloat16, device)
+    held = inputs[name].view(dtype).view(-1)
+    for start in (0, held.numel() - 16):
+        weight = held[start : start + 16]
+        check_refused(
+            fuselage, {**inputs, "weight": weight}, rf"`{name}` is written .*memory with `weight`"
+        )
+    # Right beside either end there is nothing in common.
+    buffer = normal((8, 16), torch.bfloat16, device)
+    for place in (0, 7):
+        inputs |= {name: buffer[1:7], "weight": buffer[place]}
+        expected = OP.run(fuselage, {n: t.clone() for n, t in inputs.items()}, {})
+        fuselage.fused_add_rms_norm_(**inputs)
+        assert_same_bits(inputs["x"], expected["out"], "out")
+
+
 def test_in_place_on_the_halves_of_one_tensor(fuselage, device):
     """Interleaved rows of one buffer, which do not overlap."""
     buffer = normal((6, 2, 8), torch.float32, device)

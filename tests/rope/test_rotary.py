@@ -734,6 +734,30 @@ def test_in_place_refuses(fuselage, device):
         assert_same_bits(inputs[name], tensor, name)
 
 
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("written", ["q", "k"])
+@pytest.mark.parametrize("read", ["cos", "sin", "position_ids", "offset"])
+def test_in_place_refuses_a_table_that_it_would_write(fuselage, device, written, read):
+    op, inputs = Case(2, 5, 4, 4, 8).make("apply_rotary", torch.float32, device)
+    inside = inputs[written].view(-1)[-40:]
+    defaults = {
+        "cos": {**op.defaults, "cos": inside.view(5, 8)},
+        "sin": {**op.defaults, "sin": inside.view(5, 8)},
+        "position_ids": {**op.defaults, "position_ids": inside.view(torch.int64)[:5]},
+        "offset": {**op.defaults, "offset": inside.view(torch.int32)[:2]},
+    }[read]
+    if read in ("position_ids", "offset"):
+        inside.view(torch.int64).zero_()
+    kept = {n: t.clone() for n, t in inputs.items()}
+    match = f"apply_rotary_: `{written}` is written in place .* memory with `{read}`"
+    with pytest.raises(RuntimeError, match=match):
+        replace(op, name="apply_rotary_", defaults=defaults).run(fuselage, inputs, {})
+    for name, tensor in kept.items():
+        assert_same_bits(inputs[name], tensor, name)
+    copied = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in defaults.items()}
+    replace(op, name="apply_rotary_", defaults=copied).run(fuselage, inputs, {})
+
+
 # Streams and CUDA graphs
 
 

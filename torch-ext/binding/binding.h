@@ -200,6 +200,35 @@ inline bool overlap(const Tensor& a, int64_t a_stride, const Tensor& b, int64_t 
   return offset < dim || offset > a_stride - dim;
 }
 
+// Elements from the first of a tensor to the end of its last, without its first `outer` dimensions.
+inline int64_t span_of(const Tensor& tensor, int64_t outer = 0) {
+  int64_t span = 1;
+  for (int64_t i = outer; i < tensor.dim(); ++i) span += (tensor.size(i) - 1) * tensor.stride(i);
+  return span;
+}
+
+// Whether the memory from the first element of either to the end of its last meets that of the other.
+inline bool spans_meet(const Tensor& a, const Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0) return false;
+  const auto begin_of = [](const Tensor& t) {
+    return static_cast<const char*>(t.const_data_ptr());
+  };
+  const auto end_of = [&](const Tensor& t) {
+    const ScalarType type = t.scalar_type();
+    const auto dtype = dtype_from(type);
+    const int64_t size = dtype.has_value() ? dtype_size(*dtype) : type == ScalarType::Int ? 4 : 8;
+    return begin_of(t) + span_of(t) * size;
+  };
+  return begin_of(a) < end_of(b) && begin_of(b) < end_of(a);
+}
+
+// `name`, which is read, has no memory within that of `written_name`, which is written in place.
+inline void check_apart(const char* op, const char* written_name, const Tensor& written,
+                        const char* name, const Tensor& tensor) {
+  FUSELAGE_CHECK(op, !spans_meet(written, tensor), "`", written_name,
+                 "` is written in place and must not share memory with `", name, "`; pass a copy");
+}
+
 constexpr int64_t kMaxDim = 64;  // of a tensor
 
 // A tensor on the device of `like`. One call into Torch, past its dispatcher.

@@ -302,15 +302,7 @@ void add_act_inplace(const char* op, const char* functional_op, const Tensor& x,
                    "`x` is written in place and must not share memory with `y`, unless they are "
                    "the same; pass a copy of one");
   }
-  if (checked_bias.has_value()) {
-    const auto* x_begin = static_cast<const char*>(x.const_data_ptr());
-    const auto* bias_begin = static_cast<const char*>(checked_bias->const_data_ptr());
-    const char* x_end =
-        x_begin + ((rows - 1) * *stride + dim) * dtype_size(*dtype_from(x.scalar_type()));
-    const char* bias_end = bias_begin + dim * dtype_size(*dtype_from(checked_bias->scalar_type()));
-    FUSELAGE_CHECK(op, bias_end <= x_begin || x_end <= bias_begin,
-                   "`x` is written in place and must not share memory with `bias`; pass a copy");
-  }
+  if (checked_bias.has_value()) check_apart(op, "x", x, "bias", *checked_bias);
   add_forward(op, x, checked_bias, y, alpha, checked_activation, x, *stride);
 }
 

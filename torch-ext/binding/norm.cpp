@@ -179,6 +179,10 @@ void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const Optional
   FUSELAGE_CHECK(
       op, !overlap(x, *x_stride, residual, *residual_stride, rows, dim),
       "`x` and `residual` are both written and must not share memory; pass a copy of one");
+  if (checked.weight.has_value()) {
+    check_apart(op, "x", x, "weight", *checked.weight);
+    check_apart(op, "residual", residual, "weight", *checked.weight);
+  }
   forward(op, x, &residual, checked.weight, x, *x_stride, &residual, *residual_stride, nullptr,
           options);
 }

@@ -317,19 +317,12 @@ bool writable(const Tensor& tensor) {
   return true;
 }
 
-// Elements from the first of a tensor to behind its last, without its first `outer` dimensions.
-int64_t span_of(const Tensor& tensor, int64_t outer) {
-  int64_t span = 1;
-  for (int64_t i = outer; i < tensor.dim(); ++i) span += (tensor.size(i) - 1) * tensor.stride(i);
-  return span;
-}
-
 // Whether two writable tensors of one type, not empty and alike but for their heads, may share an element.
 bool may_overlap(const Tensor& a, const Tensor& b, const Dims& dims) {
   const int64_t size = dtype_size(*dtype_from(a.scalar_type()));
   const int64_t bytes =
       static_cast<const char*>(b.const_data_ptr()) - static_cast<const char*>(a.const_data_ptr());
-  if (bytes >= span_of(a, 0) * size || -bytes >= span_of(b, 0) * size) return false;
+  if (bytes >= span_of(a) * size || -bytes >= span_of(b) * size) return false;
   if (bytes % size != 0) return true;
   // One may lie in the gaps of the other, as the parts of a packed projection do: sequence by sequence, token by
   // token, or head by head.
@@ -421,6 +414,10 @@ void apply_rotary_(const Tensor& q, const OptionalTensor& k, const Tensor& cos, 
     FUSELAGE_CHECK(op, writable(tensor), "`", name,
                    "` is written in place and must have adjacent elements in a head and heads that "
                    "do not overlap; pass a contiguous tensor or use apply_rotary");
+    check_apart(op, name, tensor, "cos", positions.cos->tensor);
+    check_apart(op, name, tensor, "sin", positions.sin->tensor);
+    if (position_ids.has_value()) check_apart(op, name, tensor, "position_ids", *position_ids);
+    if (offsets.has_value()) check_apart(op, name, tensor, "offset", *offsets);
   };
   const auto is_empty = [](const Tensor& tensor) { return tensor.numel() == 0; };
   check_writable("q", q);

@@ -137,7 +137,7 @@ def fused_add_rms_norm_(
 
     Args:
         x: As in `fused_add_rms_norm`, but it is written to: rows of adjacent elements, one stride
-            between all of them, that overlap neither each other nor `residual`.
+            between all of them, that overlap neither each other nor `residual` nor `weight`.
         residual: Likewise.
         weight, eps, weight_offset, cast_before_weight: As in `rms_norm`.
 

@@ -116,6 +116,7 @@ def apply_rotary_(
             two heads overlap. Elements that are not rotated are not touched.
         k: Likewise. It does not share memory with `q`; both may be parts of one projection.
         cos, sin, interleaved, heads_dim, rotary_dim, position_ids, offset: As in `apply_rotary`.
+            The tensors among them lie outside the memory that `q` and `k` reach over.
 
     Returns:
         `(q, k)`, or `q` alone where `k` is None: the tensors that were given.
