@@ -60,6 +60,10 @@ def tokens(rows: int = 2, columns: int = 16, device: str = "cpu") -> torch.Tenso
     return torch.randint(0, VOCABULARY, (rows, columns), device=device)
 
 
+def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids).logits
+
+
 @contextmanager
 def counted_ops(fuselage) -> Iterator[Counter]:
     """Counts the calls of fuselage's own ops, by name."""

@@ -6,7 +6,6 @@ what else the projection of the embedding holds, differ from class to class. So 
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import Callable, Optional
 
@@ -14,16 +13,14 @@ import torch
 
 from ..ada_norm import ada_layer_norm
 from . import _probe
-from ._patch import Found, Match, marked
+from ._patch import Found, Match, known_name, listened_to, marked
 
 
 def recognise_ada_norm(module: torch.nn.Module) -> Found:
     """The norms of `_FORMS` whose inner layer norm has no parameters."""
-    name = type(module).__name__
-    if not re.search(r"ada_?layer_?norm|layernormzero", name, re.IGNORECASE):
-        return None
+    name = known_name(module, _FORMS)
     norm = getattr(module, "norm", None)
-    if name not in _FORMS or norm is None:
+    if name is None or norm is None:
         return None  # its parts are looked at one by one
     if not isinstance(norm, torch.nn.LayerNorm) or len(norm.normalized_shape) != 1:
         return "its norm is no layer norm over the last dimension"
@@ -44,14 +41,15 @@ def modulate(
     shift: torch.Tensor,
 ) -> torch.Tensor:
     """`norm(x) * (1 + scale) + shift` with scale and shift `[batch, dim]`, in one kernel."""
-    if fusible(x, scale):
+    if fusible(norm, x, scale):
         return ada_layer_norm(x, scale[:, None], shift[:, None], eps=norm.eps)
     return norm(x) * (1 + scale[:, None]) + shift[:, None]
 
 
-def fusible(x: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Whether the fused operator gives the dtype that the formula gives."""
-    return x.dtype == scale.dtype and x.dtype in _probe.DTYPES and not _probe.autocasts(x)
+def fusible(norm: torch.nn.Module, x: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether the fused operator gives the dtype of the formula, and no hook misses the norm."""
+    taken = x.dtype == scale.dtype and x.dtype in _probe.DTYPES and not _probe.autocasts(x)
+    return taken and not listened_to(norm)
 
 
 def _behaves_the_same(module, function: Callable, chunks: int, arguments: tuple) -> bool:

@@ -27,7 +27,8 @@ from ..gate import (
 from . import _probe
 from ._patch import Found, Match, marked
 
-_ACTIVATION_NAME = re.compile(r"silu|swish|gelu|relu2|relusquared", re.IGNORECASE)
+# What the report is about. What is replaced is for the probes to decide.
+_NAME = re.compile(r"silu|swish|gelu|relu2|relusquared", re.IGNORECASE)
 _ACTIVATIONS = {
     "silu": silu,
     "gelu": gelu,
@@ -45,28 +46,38 @@ _GATE_FIRST = {"silu": silu_and_mul, "gelu": gelu_and_mul, "gelu_tanh": gelu_tan
 
 def activation_of(function: Callable) -> Optional[str]:
     """Which of our activations a function or a module computes, tried from -40 to 40."""
-    x = torch.cat([_probe.random(512), torch.linspace(-40, 40, 1601, device="cpu")])
-    expected = _probe.call(function, x.clone())
-    for name, ours in _ACTIVATIONS.items():
-        if _probe.agree(_probe.call(ours, x), expected):
+    modes = [function]
+    if isinstance(function, torch.nn.Module):
+        modes = _probe.quiet_ones(function)
+    x, answers = _activation_answers()
+    results = [_probe.call(mode, x.clone()) for mode in modes]
+    for name, ours in answers.items():
+        if all(_probe.agree(ours, result) for result in results):
             return name
     return None
+
+
+@cache
+def _activation_answers() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    line = torch.linspace(-40, 40, 1601, device="cpu", dtype=torch.float32)
+    x = torch.cat([_probe.random(512), line])
+    return x, {name: ours(x) for name, ours in _ACTIVATIONS.items()}
 
 
 def recognise_activation(module: torch.nn.Module) -> Found:
     """Activations that PyTorch computes in several kernels."""
     kind = type(module)
-    if not _ACTIVATION_NAME.search(kind.__name__) or any(module.children()):
-        return None
-    if any(True for _ in (*module.parameters(), *module.buffers())):
+    if any(module.children()) or any(True for _ in (*module.parameters(), *module.buffers())):
         return None
     if not _probe.takes_one_tensor(kind.forward):
         return None
+    looks = _NAME.search(kind.__name__)
     if getattr(module, "inplace", False):
-        return "it works in place"
-    name = activation_of(lambda x: kind.forward(module, x))
+        return "it works in place" if looks else None
+    name = activation_of(module)
     if name is None:
-        return "it computes something else than the activations that fuselage has"
+        why = "it computes something else than the activations that fuselage has"
+        return why if looks else None
     if _is_one_kernel(module):
         return "PyTorch computes it in one kernel, which is as fast"
     return Match(name, _activation_forward(name))
@@ -82,11 +93,11 @@ def _is_one_kernel(module: torch.nn.Module) -> bool:
             self.calls += 1
             return func(*args, **(kwargs or {}))
 
-    count = Count()
+    count, plain = Count(), _probe.stand_in(module)
 
     def counted(x: torch.Tensor) -> torch.Tensor:
         with count:
-            return type(module).forward(module, x)
+            return type(module).forward(plain, x)
 
     _probe.call(counted, _probe.random(8))
     return count.calls <= 1
@@ -218,13 +229,20 @@ def recognise_experts_gate(module: torch.nn.Module) -> Found:
     method = getattr(type(module), "_apply_gate", None)
     if method is None or not _probe.takes_one_tensor(method):
         return None
-    plain = _probe.stand_in(module, None, vars(module)["_modules"])
+    plain_ones = _probe.stand_ins(module, None, vars(module)["_modules"])
     x = torch.cat([_probe.random(64, 16) * 2 * scale for scale in _SCALES])
-    expected = _probe.call(method, plain, x)
-    activation = activation_of(module.act_fn) if callable(getattr(module, "act_fn", None)) else None
-    for function in (_clamped_gate, _experts_gate(activation)):
-        if function and _probe.agree(_probe.call(function, plain, x), expected):
-            return Match(function.fuselage_replacement, function, attribute="_apply_gate")
+    expected = [_probe.call(method, plain, x.clone()) for plain in plain_ones]
+    if isinstance(expected[0], Exception):
+        return _probe.cannot(expected[0])
+    act = getattr(module, "act_fn", None)
+    activation = activation_of(act) if callable(act) else None
+    for function in filter(None, (_clamped_gate, _experts_gate(activation))):
+        actual = [_probe.call(function, plain, x.clone()) for plain in plain_ones]
+        if _probe.agree_all(actual, expected):
+            heard = ("act_fn",) if "act_fn" in vars(module)["_modules"] else ()
+            heard = () if function is _clamped_gate else heard
+            what = function.fuselage_replacement
+            return Match(what, function, attribute="_apply_gate", covers=heard)
     return "its gate is none that fuselage has"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cache
 from typing import Callable, Optional
 
@@ -13,6 +14,7 @@ from ..norm import fused_add_rms_norm, rms_norm
 from . import _probe
 from ._patch import Found, Match, marked
 
+# What the report is about. What is replaced is for the probes to decide.
 _NAME = re.compile(r"norm", re.IGNORECASE)
 _OTHER_NAMES = re.compile(r"batch|group|instance|response|gated|spectral|weightnorm", re.IGNORECASE)
 _EPS = ("variance_epsilon", "eps", "epsilon")
@@ -23,24 +25,21 @@ _ROUNDINGS = ("once", "before the weight", "before a half weight", "not at all")
 
 def recognise_norm(module: torch.nn.Module) -> Found:
     """RMS norms of every rounding, and layer norms, over the last dimension."""
-    kind = type(module)
-    if not _NAME.search(kind.__name__) or _OTHER_NAMES.search(kind.__name__):
+    if any(module.children()):
         return None
-    looks = re.search(r"(rms|layer|l2)_?norm", kind.__name__, re.IGNORECASE)
-    reason = _why_not_a_norm(module)
-    if reason is not None:
-        return reason if looks and not any(module.children()) else None
-    eps = next(name for name in _EPS if name in vars(module))
-    return _match(module, eps)
+    kind = type(module).__name__
+    found = _why_not_a_norm(module) or _match(module)
+    looks = _NAME.search(kind) and not _OTHER_NAMES.search(kind)
+    return found if isinstance(found, Match) or looks else None
 
 
 def _why_not_a_norm(module: torch.nn.Module) -> Optional[str]:
-    if any(module.children()):
-        return "it has submodules"
-    parameters = dict(module.named_parameters(recurse=False))
+    parameters = {**dict(module.named_parameters(recurse=False)), **_tensors(module)}
     if not parameters.keys() <= {"weight", "bias"}:
         return f"it has other parameters than weight and bias: {', '.join(sorted(parameters))}"
-    sizes = getattr(module, "normalized_shape", None) or getattr(module, "dim", None)
+    if any(torch.nn.parameter.is_lazy(p) for p in parameters.values()):
+        return "its parameters are not initialised yet"
+    sizes = _sizes(module)
     if isinstance(sizes, (tuple, list)) and len(sizes) != 1:
         return "it normalises over more than the last dimension"
     if any(p.dim() != 1 for p in parameters.values()):
@@ -54,14 +53,26 @@ def _why_not_a_norm(module: torch.nn.Module) -> Optional[str]:
     return None
 
 
-def _match(module: torch.nn.Module, eps: str) -> Found:
-    weight, bias = (vars(module)["_parameters"].get(name) for name in ("weight", "bias"))
-    dim = _dim(module, weight)
-    key = (type(module), _attributes(module), dim, weight is None, bias is None, eps)
-    if key[1] is not None and key in _found:
+def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Those that are neither parameters nor buffers, such as FSDP1's views of its flat one."""
+    return {k: v for k, v in vars(module).items() if isinstance(v, torch.Tensor)}
+
+
+def _sizes(module: torch.nn.Module) -> object:
+    return getattr(module, "normalized_shape", None) or getattr(module, "dim", None)
+
+
+def _match(module: torch.nn.Module) -> Found:
+    eps = next(name for name in _EPS if name in vars(module))
+    own = {**vars(module)["_parameters"], **_tensors(module)}
+    weight, bias = own.get("weight"), own.get("bias")
+    dim = _dim(module, bias if weight is None else weight)
+    forward, attributes = type(module).forward, _attributes(module)
+    key = (type(module), forward, attributes, dim, weight is None, bias is None, eps)
+    if attributes is not None and key in _found:
         return _found[key]
     found = _probe_styles(module, eps, dim, weight is not None, bias is not None)
-    if key[1] is not None:
+    if attributes is not None:
         _found[key] = found
     return found
 
@@ -81,15 +92,25 @@ def _attributes(module: torch.nn.Module) -> Optional[tuple]:
 
 
 def _dim(module: torch.nn.Module, weight: Optional[torch.Tensor]) -> int:
-    if weight is not None:
-        return weight.shape[0]
-    sizes = getattr(module, "normalized_shape", None) or getattr(module, "dim", None)
-    return sizes[0] if isinstance(sizes, (tuple, list)) else 96
+    """Of a parameter, which may be partitioned: `ds_shape` is DeepSpeed's; or what it declares."""
+    sizes = _sizes(module)
+    for shape in (getattr(weight, "ds_shape", None), getattr(weight, "shape", None), sizes):
+        size = shape[0] if isinstance(shape, (tuple, list)) and len(shape) == 1 else None
+        if isinstance(size, int) and size > 0:
+            return size
+    return 96
 
 
 def _probe_styles(module, eps: str, dim: int, has_weight: bool, has_bias: bool) -> Found:
+    cases = []
+    for how, plain, x in _cases(module, dim, has_weight, has_bias):
+        expected = _probe.call(type(module).forward, plain, x.clone())
+        if not isinstance(expected, Exception):
+            cases.append((plain, x, expected))
+        elif how is not None:
+            return _probe.cannot(expected, how)
     for function in _candidates(eps, _parameter_name(type(module)), has_weight, has_bias):
-        if _behaves_the_same(module, function, dim, has_weight, has_bias):
+        if all(_probe.agree(_probe.call(function, p, x.clone()), y) for p, x, y in cases):
             return Match(function.fuselage_replacement, function)
     return "it computes something else than the norms that fuselage has"
 
@@ -108,8 +129,12 @@ def _candidates(eps: str, name: str, has_weight: bool, has_bias: bool) -> list[C
     return [*candidates, _layer_forward(eps, name)]
 
 
-def _behaves_the_same(module, function, dim: int, has_weight: bool, has_bias: bool) -> bool:
-    compared = 0
+def _cases(module, dim: int, has_weight: bool, has_bias: bool) -> Iterator[tuple]:
+    """Stand-ins and inputs for them, with words for the cases that the module must take.
+
+    No two dimensions have the same size, so that it shows over which one it normalises.
+    """
+    two, three = [n for n in (2, 3, 5) if n != dim][:2]
     for dtype, weight_dtype in _probe.PAIRS:
         parameters = {
             "weight": _probe.random(dim, dtype=weight_dtype, seed=1) if has_weight else None,
@@ -117,23 +142,21 @@ def _behaves_the_same(module, function, dim: int, has_weight: bool, has_bias: bo
         }
         declared = vars(module)["_parameters"]
         parameters = {k: v for k, v in parameters.items() if v is not None or k in declared}
-        plain = _probe.stand_in(module, parameters)
-        for name in ("weight", "bias"):
-            if parameters.get(name) is None and name in vars(module):
-                vars(plain)[name] = vars(module)[name]
+        infers, trains = _probe.stand_ins(module, parameters)
+        for plain in (infers, trains):
+            vars(plain).update({k: parameters[k] for k in _tensors(plain)})
+        many = max(8192 // dim // two, 7)
+        x = _probe.random(two, many + (many == dim), dim, dtype=dtype) + 0.25
         # The second tensor is small enough for eps to matter: it must be in the same place.
-        x = _probe.random(max(8192 // dim, 3), dim, dtype=dtype) + 0.25
-        eps = next((getattr(plain, n) for n in _EPS if getattr(plain, n, None)), 1e-6)
-        for inputs in (x, x * (eps**0.5)):
-            expected = _probe.call(type(module).forward, plain, inputs.clone())
-            if isinstance(expected, Exception):
-                if dtype == torch.float32:
-                    return False
-                continue  # such as mixed dtypes that it never takes
-            if not _probe.agree(_probe.call(function, plain, inputs.clone()), expected):
-                return False
-            compared += 1
-    return compared > 2
+        eps = next((getattr(infers, n) for n in _EPS if getattr(infers, n, None)), 1e-6)
+        exact = dtype == torch.float32
+        yield " with 3 dimensions" if exact else None, infers, x
+        yield None, infers, x * (eps**0.5)
+        if exact or dtype == torch.bfloat16 == weight_dtype:
+            yield None, infers, x[:, :7].reshape(-1, dim)
+            more = _probe.random(two, three, 7 + (dim == 7), dim, dtype=dtype, seed=3)
+            yield " with 4 dimensions" if exact else None, infers, more
+            yield " in training" if exact else None, trains, x[:, :7]
 
 
 # The forwards. Each is made once, so that all norms of a model share one function.

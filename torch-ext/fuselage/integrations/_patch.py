@@ -8,12 +8,14 @@ model. What to replace, and by what, is for the recognisers to say.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Callable, Optional, Union
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from . import _probe
 
 _MARK = "fuselage_replacement"  # an attribute of our functions: what they stand for
 
@@ -83,20 +85,57 @@ def patch_modules(
     """Replaces what the recognisers match: `parts` everywhere first, then `blocks` made of them."""
     report = Report() if report is None else report
     covered: set[int] = set()
-    for recognisers in (tuple(parts), tuple(blocks)):
-        for name, module in model.named_modules():
-            if id(module) in covered:
-                continue
-            with unset_fake_temporarily():  # what a probe computes must have values
-                found = next((f for f in (r(module) for r in recognisers) if f is not None), None)
-            if isinstance(found, Match):
-                found = install(module, found) or found
-            if isinstance(found, str):
-                report.left_alone[prefix + name] = found
-            elif found is not None:
-                report.replaced[prefix + name] = found.what
-                covered.update(id(module.get_submodule(child)) for child in found.covers)
+    with unset_fake_temporarily(), _probe.isolated():  # what a probe computes must have values
+        for recognisers in (tuple(parts), tuple(blocks)):
+            for name, module in model.named_modules():
+                if id(module) in covered:
+                    continue
+                found = _patched(module, recognisers)
+                if isinstance(found, str):
+                    report.left_alone[prefix + name] = found
+                elif found is not None:
+                    report.replaced[prefix + name] = found.what
+                    covered.update(id(module.get_submodule(child)) for child in found.covers)
     return report
+
+
+def _patched(module: torch.nn.Module, recognisers: tuple[Recogniser, ...]) -> Found:
+    """Installs the first match. A module on which a recogniser raises stays as it is."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is scripted by torch.jit"
+    error: Optional[Exception] = None
+    for recognise in recognisers:
+        try:
+            found = recognise(module)
+            if isinstance(found, Match):
+                return _why_heard(module, found.covers) or install(module, found) or found
+        except Exception as raised:  # whatever a model's code may raise
+            found, error = None, error or raised
+        if found is not None:
+            return found
+    return None if error is None else _probe.cannot(error)
+
+
+def _why_heard(module: torch.nn.Module, covers: Iterable[str]) -> Optional[str]:
+    """Why submodules that are not called any more have to be."""
+    for name in covers:
+        child = module.get_submodule(name)
+        if listened_to(child):
+            return f"its {name} has hooks, which would not be called"
+        foreign = _foreign_forward(child)
+        if foreign is not None:
+            return f"the forward of its {name} was replaced already, by {foreign}"
+    return None
+
+
+def listened_to(module: torch.nn.Module) -> bool:
+    """Whether hooks are called with what the module takes or gives."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 def unpatch_modules(model: torch.nn.Module) -> int:
@@ -110,22 +149,39 @@ def unpatch_modules(model: torch.nn.Module) -> int:
     return count
 
 
+def known_name(module: torch.nn.Module, names: Container[str]) -> Optional[str]:
+    """The name of the module's class, or that of one it inherits from, as FSDP2's classes do."""
+    return next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in names), None)
+
+
 def install(module: torch.nn.Module, match: Match) -> Optional[str]:
     """Sets the method; if somebody else has replaced it already, says so and sets nothing."""
     if match.attribute == "forward":
         holder, name = _slot(module)
     else:
         holder, name = module, match.attribute
-    current = vars(holder).get(name)
     if not isinstance(match.function, types.FunctionType):
         setattr(module, name, match.function)
         return None
-    if current is not None and replacement(current) is None:
-        own = getattr(type(module), match.attribute, None)
-        if getattr(current, "__func__", None) is not own:
-            return f"its {match.attribute} was replaced already, by {_origin(current)}"
+    foreign = _foreign(module, holder, name)
+    if foreign is not None:
+        return f"its {match.attribute} was replaced already, by {foreign}"
     setattr(holder, name, types.MethodType(match.function, module))
     return None
+
+
+def _foreign_forward(module: torch.nn.Module) -> Optional[str]:
+    """Whose forward the module has, if it is neither its class's nor ours."""
+    return _foreign(module, *_slot(module))
+
+
+def _foreign(module: torch.nn.Module, holder: object, name: str) -> Optional[str]:
+    current = vars(holder).get(name)
+    if current is None or replacement(current) is not None:
+        return None
+    method = "forward" if name in ("_old_forward", "original_forward") else name
+    own = getattr(type(module), method, None)
+    return None if getattr(current, "__func__", None) is own else _origin(current)
 
 
 def replacement(method: object) -> Optional[str]:
@@ -153,7 +209,7 @@ def original_of(ours: object) -> object:
     """
     kind = type(ours).__mro__[1]
     original = vars(ours).get("fuselage_original")
-    original = kind.__new__(kind) if original is None else original
+    original = object.__new__(kind) if original is None else original
     vars(original).update((k, v) for k, v in vars(ours).items() if k != "fuselage_original")
     return original
 

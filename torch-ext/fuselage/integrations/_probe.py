@@ -1,14 +1,19 @@
 """Finds out what a module computes, by running it on small random inputs.
 
 A stand-in has the class and the plain attributes of the module, but small random parameters on the
-CPU. So the model's own parameters may be anywhere (on a GPU, offloaded, on the meta device), and
-neither they nor PyTorch's random numbers are touched.
+CPU, and it fires no hooks. So the model's own parameters may be anywhere (on a GPU, offloaded,
+sharded, on the meta device), and neither they nor any random numbers are touched.
 """
 
 from __future__ import annotations
 
 import inspect
+import random as python_random
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Callable, Optional
 
 import torch
@@ -28,7 +33,33 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
     """Normal numbers that are the same in every call, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     with torch.device("cpu"):
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32).to(dtype)
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """What surrounds `patch` must not decide: autocast would run the modules' own forwards."""
+    numpy = sys.modules.get("numpy")
+    states = (python_random.getstate(), numpy and numpy.random.get_state())
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+            torch.random.fork_rng(devices=[]),  # dropout takes random numbers
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        python_random.setstate(states[0])
+        if numpy is not None:
+            numpy.random.set_state(states[1])
+
+
+class _Direct(partial):
+    """What `Module.__call__` calls in place of hooks and forward, as a compiled one."""
 
 
 def stand_in(
@@ -38,12 +69,29 @@ def stand_in(
     training: bool = False,
 ) -> torch.nn.Module:
     """A module of the same class and attributes, with these parameters and submodules instead."""
-    copy = type(module).__new__(type(module))
-    vars(copy).update({k: v for k, v in vars(module).items() if k not in HOOKS})
-    vars(copy)["_parameters"] = dict(parameters or {})
-    vars(copy)["_buffers"] = {}
-    vars(copy)["_modules"] = dict(modules or {})
-    vars(copy)["training"] = training
+    modules = {k: _quiet(child, training) for k, child in (modules or {}).items()}
+    copy = _bare(module)
+    vars(copy).update(_parameters=dict(parameters or {}), _buffers={}, _modules=modules)
+    vars(copy).update(training=training, _compiled_call_impl=_Direct(type(copy).forward, copy))
+    return copy
+
+
+def _bare(module: torch.nn.Module) -> torch.nn.Module:
+    """Of the same class and attributes. FSDP2's classes override `__new__`, to build others."""
+    copy = object.__new__(type(module))
+    for name, value in vars(module).items():
+        if name not in HOOKS:  # a forward may add to a list that it keeps
+            kept = type(value) in (list, dict, set)
+            vars(copy)[name] = value.copy() if kept else value
+    return copy
+
+
+def _quiet(module: Optional[torch.nn.Module], training: bool) -> Optional[torch.nn.Module]:
+    """A copy that shares the parameters and fires no hooks, global ones included."""
+    if module is None or isinstance(vars(module).get("_compiled_call_impl"), _Direct):
+        return module
+    copy = stand_in(module, vars(module)["_parameters"], vars(module)["_modules"], training)
+    vars(copy)["_buffers"] = dict(vars(module)["_buffers"])
     return copy
 
 
@@ -58,13 +106,17 @@ def stand_ins(
 
 def call(function: Callable, *args):
     """The result, or the exception: a probe must never end a patch."""
+    torch.default_generator.manual_seed(0)  # that of `isolated`
     try:
-        with torch.no_grad(), torch.device("cpu"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with torch.random.fork_rng(devices=[]):  # dropout takes random numbers
-                return function(*args)
+        return function(*args)
     except Exception as error:  # whatever a model's code may raise
         return error
+
+
+def cannot(error: Exception, how: str = "") -> str:
+    """The reason for the report."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"it cannot be tried{how}: {type(error).__name__}: {lines[0][:100]}"
 
 
 def autocasts(x: torch.Tensor) -> bool:
@@ -95,41 +147,42 @@ def takes_one_tensor(function: Callable) -> bool:
     return len(names) == 2 and names[1].kind is names[1].POSITIONAL_OR_KEYWORD
 
 
-def agree(actual: object, expected: object) -> bool:
-    """Whether two results come from the same formula with the same roundings.
+def agree(actual: object, expected: object, noise: float = 1e-6) -> bool:
+    """Whether two results come from the same formula and, if they are in half precision, with the
+    same roundings.
 
-    In half precision a formula that rounds elsewhere differs in a fifth of the elements or more,
+    There a formula that rounds elsewhere differs in a fifth of the elements or more,
     and the same one in a few of a thousand, where float32 noise meets a tie.
     """
     if not (isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor)):
         return False
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
         return False
-    return call(_close, actual, expected) is True  # fake tensors have no values, and raise
+    return call(_close, actual, expected, noise) is True  # fake tensors have no values, and raise
 
 
-def _close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+def _close(actual: torch.Tensor, expected: torch.Tensor, noise: float) -> bool:
     actual, expected, dtype = actual.double(), expected.double(), expected.dtype
     if not torch.equal(actual.isfinite(), expected.isfinite()):
         return False
     actual, expected = actual.nan_to_num(), expected.nan_to_num()
     if dtype == torch.float32:
-        bound = 1e-5 * expected.abs() + 1e-6
+        bound = 1e-5 * expected.abs() + noise
     else:
-        bound = 2.5 * torch.finfo(dtype).eps * expected.abs() + 1e-6
+        bound = 2.5 * torch.finfo(dtype).eps * expected.abs() + noise
         if (actual != expected).double().mean() > 0.03:
             return False
     return bool(((actual - expected).abs() <= bound).all())
 
 
-def agree_all(actual: object, expected: object) -> bool:
+def agree_all(actual: object, expected: object, noise: float = 1e-6) -> bool:
     """`agree` for results that are tuples of tensors."""
     if isinstance(expected, (tuple, list)):
         same_length = isinstance(actual, (tuple, list)) and len(actual) == len(expected)
-        return same_length and all(map(agree_all, actual, expected))
+        return same_length and all(agree_all(*pair, noise) for pair in zip(actual, expected))
     if expected is None or isinstance(expected, str):
         return actual == expected
-    return agree(actual, expected)
+    return agree(actual, expected, noise)
 
 
 class Stub(torch.nn.Module):
@@ -143,14 +196,13 @@ class Stub(torch.nn.Module):
         return self.function(*args, **kwargs)
 
 
+def quiet_ones(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The module itself, for inference and for training, without hooks."""
+    return [_quiet(module, training) for training in (False, True)]
+
+
 def disguised(child: torch.nn.Module, function: Callable) -> torch.nn.Module:
     """A stub that passes for `child` where a forward asks for its class or its attributes."""
-
-    def forward(self, *args, **kwargs):
-        return function(*args, **kwargs)
-
-    kind = type(child)
-    stub = type(kind.__name__, (kind,), {"forward": forward, "__call__": forward})
-    copy = stub.__new__(stub)
-    vars(copy).update({k: v for k, v in vars(child).items() if k not in HOOKS})
+    copy = _bare(child)
+    vars(copy).update(forward=function, _compiled_call_impl=_Direct(function))
     return copy

@@ -42,7 +42,8 @@ def recognise_rotary_attention(module: torch.nn.Module) -> Found:
     forward = type(module).forward
     names = [getattr(f, "kernel_layer_name", "") for f in _kernel_functions(module)]
     if _NAME not in getattr(getattr(forward, "__code__", None), "co_names", ()):
-        return "its forward does not call its rotary embedding itself" if any(names) else None
+        rotates = "rotary_pos_emb" in names
+        return "its forward does not call its rotary embedding itself" if rotates else None
     function = forward.__globals__.get(_NAME)
     ours = _rotary_for(function) if callable(function) else None
     if ours is None:
@@ -158,7 +159,7 @@ def recognise_rotary_processor(module: torch.nn.Module) -> Found:
     kind = _processor_kind(type(processor), function) if callable(function) else None
     if kind is None:
         return "its rotary embedding computes something else than apply_rotary"
-    ours = kind.__new__(kind)
+    ours = object.__new__(kind)
     vars(ours).update(vars(processor), fuselage_original=processor)
     return Match(_WHAT, ours, attribute="processor")
 
@@ -190,7 +191,7 @@ def _as_the_plain_one(self):
 
 
 def _as_ours(self, memo: dict):
-    copied = type(self).__new__(type(self))
+    copied = object.__new__(type(self))
     memo[id(self)] = copied
     vars(copied).update(deepcopy(vars(self), memo))
     return copied
