@@ -161,9 +161,10 @@ BLOCKS = (recognise_decoder_layer,)
 def patch(model: torch.nn.Module) -> Report:
     """Replaces the forward of every layer that fuselage has a faster one for.
 
-    A layer is replaced if its attributes match and if it computes the same numbers, with the same
-    roundings, on small random inputs; its class name decides nothing. One that only looks like a
-    norm, a gated MLP or an activation is left alone, and the report says why.
+    A layer is replaced if its attributes match and if it computes the same on small random inputs.
+    In half precision norms round where the model's do; gates, rotary embeddings and adaptive norms
+    round once, where the model's may round several times. A layer that only looks like a norm, a
+    gated MLP or an activation, or that cannot be tried, is left alone, and the report says why.
 
     Parameters, classes and the keys of the state dict do not change. A deep copy of the model is
     patched too; a pickle of it loads as the plain model. Works before and after accelerate's hooks,
