@@ -631,3 +631,34 @@ def qk_norm_rotary_gradient_terms(
             )
             terms |= {name: sizes["x"], f"{name}_weight": sizes["weight"]}
     return terms
+
+
+def _places(frames: int, height: int, width: int) -> Tensor:
+    """(time, row, column) of each token, [tokens, 3]."""
+    axes = [torch.arange(size, dtype=torch.float64) for size in (frames, height, width)]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).flatten(0, 2)
+
+
+def ltx_video_angles(
+    frames: int, height: int, width: int, dim: int, *, scale=None, base_size, theta=10000.0
+) -> Tensor:
+    """Of each pair that rotates, [tokens, dim // 2 - (dim % 6) // 2]."""
+    places = _places(frames, height, width)
+    if scale is not None:
+        places = places * torch.tensor(scale) / torch.tensor(base_size)
+    count = dim // 6
+    exponents = torch.arange(count, dtype=torch.float64) / max(1, count - 1)
+    frequencies = theta**exponents * (math.pi / 2)
+    return (frequencies[:, None] * (2 * places[:, None] - 1)).flatten(1)
+
+
+def wan_angles(frames: int, height: int, width: int, dim: int, *, theta=10000.0) -> Tensor:
+    """Of each pair, [tokens, dim // 2]."""
+    part = 2 * (dim // 6)
+    angles = [
+        place[:, None] * theta ** (-torch.arange(0, columns, 2, dtype=torch.float64) / columns)
+        for place, columns in zip(
+            _places(frames, height, width).unbind(-1), (dim - 2 * part, part, part), strict=True
+        )
+    ]
+    return torch.cat(angles, -1)

@@ -49,6 +49,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="where <variant> goes (default: build)")
     parser.add_argument("--work", type=Path, help="where objects are kept (default: OUTPUT/.work)")
     parser.add_argument("--unique-id", help="replaces the source hash in the op namespace")
+    parser.add_argument(
+        "--sanitize", action="store_true", help="C++ under AddressSanitizer and UBSan (--output)"
+    )
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--check", action="store_true", help="only check build.toml and sources")
     return parser.parse_args(arguments)
@@ -106,7 +109,7 @@ def _best_match(capability: str, config: BuildConfig) -> str:
     return max(runs, key=lambda arch: int(arch.split(".")[1]))
 
 
-def find_tools(backend: str, torch: toolchain.Torch) -> tuple[Toolchain, str]:
+def find_tools(backend: str, torch: toolchain.Torch, sanitize: bool) -> tuple[Toolchain, str]:
     """The toolchain for `backend`, and the tag of the variant's name."""
     tools = Toolchain(
         cxx=toolchain.find_cxx(),
@@ -114,6 +117,7 @@ def find_tools(backend: str, torch: toolchain.Torch) -> tuple[Toolchain, str]:
         python_include=toolchain.find_python_headers(),
         cuda=toolchain.find_cuda() if backend == "cuda" else None,
         hip=toolchain.find_hip() if backend == "rocm" else None,
+        sanitize=sanitize,
     )
     if backend == "cuda":
         return tools, "cu{}{}".format(*tools.cuda.version)
@@ -161,11 +165,13 @@ def build(options: argparse.Namespace) -> Path:
     if options.check:
         print("build.toml is valid and lists every source")
         return output
+    if options.sanitize and options.output is None:
+        raise BuildError("--sanitize needs an --output of its own: what it makes is no release")
     torch = toolchain.find_torch(min(map(config.abi_version, config.stable_abi)))
     automatic = options.backend == "auto"
     backend, reason = choose_backend(torch) if automatic else (options.backend, "as asked")
     wanted = choose_archs(options.archs, backend, automatic, config)
-    tools, tag = find_tools(backend, torch)
+    tools, tag = find_tools(backend, torch, options.sanitize)
     identity = identify(config, options.unique_id)
     ops_name = identity.ops_name(config, backend)
     name = package.variant_name(config, tag, platform.machine())

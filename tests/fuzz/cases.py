@@ -1,0 +1,100 @@
+"""The case of a seed: a valid call or a bad one of a public function."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from . import bad_calls, modules, rotary, rows, sampling, tables
+from .draw import Draw
+from .judge import check_untouched
+
+BAD_CALLS = 0.25  # of the cases
+
+# In `__all__`, and not called here.
+LEFT_OUT = {
+    "layers": "for kernelize: their forwards are one call of a function; tests/*/test_*layers.py",
+    "modules": "a namespace: its classes are called as modules.RMSNorm and so on",
+}
+
+# PyTorch's own functions refuse what is wrong there.
+NO_BAD_CALLS = ("ltx_video_rotary_tables",)
+
+TABLES = ("ltx_video_rotary_tables", "wan_rotary_tables")
+SHARDS = ("lm_head_sample_shard", "combine_shard_samples")
+
+
+def make(draw: Draw, name: str, ordinary: bool):
+    """A random call of `name`; `ordinary` ones are what a change makes bad."""
+    if name in rows.STYLES:
+        return rows.make(draw, name, ordinary=ordinary)
+    if name in rows.IN_PLACE:
+        function, written = rows.IN_PLACE[name]
+        return rows.make(draw, function, written, ordinary=ordinary)
+    if name in ("apply_rotary", "qk_norm_rotary"):
+        return rotary.make(draw, name, ordinary=ordinary)
+    if name == "apply_rotary_":
+        return rotary.make(draw, "apply_rotary", in_place=True, ordinary=ordinary)
+    if name == "gumbel_sample":
+        return sampling.make_gumbel(draw, ordinary=ordinary)
+    if name in TABLES:
+        return tables.make(draw, name, ordinary=ordinary)
+    if name in SHARDS or name == "lm_head_sample":
+        return sampling.make_head(draw, ordinary=ordinary, shard=name in SHARDS)
+    if name.startswith("modules."):
+        return rows.make(draw, modules.MODULES[name.split(".")[1]][0], ordinary=ordinary)
+    raise ValueError(f"no case of {name}: add it to {__name__}")
+
+
+def check_valid(kernel, draw: Draw, name: str) -> None:
+    if name in SHARDS:
+        sampling.check_shards(kernel, draw)
+        return
+    call = make(draw, name, ordinary=False)
+    if name in rows.IN_PLACE:
+        rows.check_in_place(kernel, draw, name, call, rows.IN_PLACE[name][1])
+    elif name == "apply_rotary_":
+        written = tuple(n for n in rotary.WRITTEN if call.inputs[n] is not None)
+        rows.check_in_place(kernel, draw, name, call, written)
+    elif name.startswith("modules."):
+        modules.check(kernel, draw, name.split(".")[1], call)
+    elif name in TABLES:
+        tables.check(kernel, draw, call)
+    elif isinstance(call, sampling.Call):
+        sampling.check(kernel, draw, call)
+    else:
+        rows.check(kernel, draw, call)
+
+
+def run(kernel: ModuleType, name: str, seed: int, device: str) -> str:
+    """The case; raises Failure. Returns "valid" or "bad", what kind of call it was."""
+    draw = Draw(name, seed, device)
+    bad = draw.chance(BAD_CALLS) and name not in NO_BAD_CALLS and not name.startswith("modules.")
+    if bad:
+        given = {"shards": None}
+        if name != "combine_shard_samples":
+            given = make(draw, name, ordinary=True).arguments()
+        if name == "lm_head_sample_shard":
+            given = _of_a_shard(draw, given)
+        if name in ("fused_add_rms_norm_", "bias_act_", "add_mul_act_", "apply_rotary_"):
+            given.pop("out_dtype", None)
+        bad_calls.check(draw, name, getattr(kernel, name), given)
+    else:
+        check_valid(kernel, draw, name)
+    check_untouched(draw)
+    return "bad" if bad else "valid"
+
+
+def _of_a_shard(draw: Draw, given: dict) -> dict:
+    """Seed and offset are tensors, and the place in the vocabulary must be said."""
+    given.pop("return_logprobs", None)
+    given.setdefault("vocab_offset", 0)
+    for name in ("seed", "offset"):
+        if not hasattr(given.get(name), "shape"):
+            given[name] = draw.lay_out(name, sampling._words(draw, 1))
+    return given
+
+
+def names(kernel: ModuleType) -> list[str]:
+    """Everything that is called: what `__all__` has, and the modules."""
+    functions = [name for name in kernel.__all__ if name not in LEFT_OUT]
+    return [*functions, *(f"modules.{name}" for name in modules.MODULES)]

@@ -1,0 +1,114 @@
+"""Mistakes for the fuzzer to find: each function wraps a kernel whose `silu` and others have one."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+
+class Planted:
+    """A kernel of which some functions are replaced."""
+
+    def __init__(self, kernel, **functions):
+        self._kernel = kernel
+        vars(self).update(functions)
+
+    def __getattr__(self, name: str):
+        return getattr(self._kernel, name)
+
+
+def wrong_value(kernel):
+    """One element of many is off by a thousandth."""
+
+    def silu(x: torch.Tensor) -> torch.Tensor:
+        out = kernel.silu(x)
+        factor = torch.ones_like(out)
+        factor.view(-1)[-1:] = 1.02
+        return out * factor
+
+    return Planted(kernel, silu=silu)
+
+
+def nan_dropped(kernel):
+    """NaN becomes zero, as where a maximum is taken."""
+
+    def silu(x: torch.Tensor) -> torch.Tensor:
+        return kernel.silu(torch.where(x.isnan(), torch.zeros_like(x), x))
+
+    return Planted(kernel, silu=silu)
+
+
+def past_the_end(kernel):
+    """Writes one element more than it should."""
+
+    def bias_act_(x, bias=None, activation="none"):
+        kernel.bias_act_(x, bias, activation)
+        if x.numel():
+            end = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+            x.as_strided((1,), (1,), x.storage_offset() + end + 1).fill_(0)
+        return x
+
+    return Planted(kernel, bias_act_=bias_act_)
+
+
+def writes_an_input(kernel):
+    def silu(x: torch.Tensor) -> torch.Tensor:
+        out = kernel.silu(x)
+        x.detach().view(-1)[:1].fill_(7) if x.is_contiguous() else None
+        return out
+
+    return Planted(kernel, silu=silu)
+
+
+def not_deterministic(kernel):
+    """The last bit differs from call to call, which no tolerance sees."""
+    calls = iter(range(1 << 40))
+
+    def silu(x: torch.Tensor) -> torch.Tensor:
+        out = kernel.silu(x)
+        return out * (1 + (next(calls) % 2) * torch.finfo(out.dtype).eps / 4 * 3)
+
+    return Planted(kernel, silu=silu)
+
+
+def wrong_gradient(kernel):
+    def silu(x: torch.Tensor) -> torch.Tensor:
+        out = kernel.silu(x)
+        if out.requires_grad:
+            out.register_hook(lambda grad: grad * 1.02)
+        return out
+
+    return Planted(kernel, silu=silu)
+
+
+def accepts_a_bad_call(kernel):
+    def silu(x: torch.Tensor) -> torch.Tensor:
+        return kernel.silu(x.float() if isinstance(x, torch.Tensor) else torch.ones(1))
+
+    return Planted(kernel, silu=silu)
+
+
+def wrong_exception(kernel):
+    def silu(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return kernel.silu(x)
+        except Exception as error:
+            raise AttributeError("no attribute") from error
+
+    return Planted(kernel, silu=silu)
+
+
+def crash(kernel):
+    def silu(x: torch.Tensor) -> torch.Tensor:
+        os.abort()
+
+    return Planted(kernel, silu=silu)
+
+
+def hang(kernel):
+    def silu(x: torch.Tensor) -> torch.Tensor:
+        time.sleep(1e6)
+
+    return Planted(kernel, silu=silu)

@@ -1,0 +1,378 @@
+"""Cases of the operators on rows: norms, gates, adaptive norms, PolyNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import operators
+import torch
+from harness import (
+    Operator,
+    gradients,
+    normal,
+    reference_gradients,
+    terms_of_gradients,
+)
+from torch import Tensor
+
+from .draw import Draw
+from .judge import Failure, assert_right, failing_as, same_bits, valid_call
+
+
+@dataclass
+class Call:
+    """A call of `op`, which is what checks it too."""
+
+    op: Operator
+    inputs: dict
+    options: dict
+    regime: str = "normal"
+    extra: dict = field(default_factory=dict)  # for what is called besides
+
+    def arguments(self) -> dict:
+        return {**self.inputs, **self.op.defaults, **self.options}
+
+
+# What may be called: (shape, dtype) -> styles of inputs, options
+
+
+def eps_of(draw: Draw) -> float:
+    return draw.choice((1e-6, 1e-6, 1e-5, 1e-12, 1e-2, 1.0, 0.0))
+
+
+def _rms(draw: Draw, shape, dtype):
+    outs = (None, None, torch.float32, *((torch.float16,) if dtype == torch.float32 else ()))
+    return {"weight": draw.choice((None, "same", "same", torch.float32))}, {
+        "eps": eps_of(draw),
+        "weight_offset": draw.choice((0.0, 0.0, 1.0, 0.37, -1.0)),
+        "cast_before_weight": draw.chance(0.3),
+        "out_dtype": draw.choice(outs),
+    }
+
+
+def _layer(draw: Draw, shape, dtype):
+    kinds = (None, "same", "same", torch.float32)
+    return {"weight": draw.choice(kinds), "bias": draw.choice(kinds)}, {"eps": eps_of(draw)}
+
+
+def _modulation(draw: Draw, shape) -> Callable:
+    """The shape of a scale, from that of x."""
+    forms = [lambda shape: shape[-1:], lambda shape: shape]
+    if len(shape) > 1:
+        ones = draw.integer(1, len(shape) - 1)
+        forms.append(lambda shape: (1,) * ones + shape[-1:])
+    if len(shape) > 2:
+        forms.append(lambda shape: (shape[0], shape[-1]))
+    if len(shape) == 3:
+        forms.append(lambda shape: (shape[0], 1, shape[-1]))
+    return draw.choice(forms)
+
+
+def _ada(draw: Draw, shape, dtype):
+    inputs, options = _layer(draw, shape, dtype)
+    inputs["modulation"] = draw.choice(("same", "same", torch.float32))
+    return inputs | {"form": _modulation(draw, shape)}, options
+
+
+def _ada_rms(draw: Draw, shape, dtype):
+    inputs, options = _ada(draw, shape, dtype)
+    return inputs | {"bias": None}, options
+
+
+def _gate_residual(draw: Draw, shape, dtype):
+    inputs, options = _ada(draw, shape, dtype)
+    norm = draw.choice(("layer", "layer", "rms"))
+    return inputs | ({"bias": None} if norm == "rms" else {}), options | {"norm": norm}
+
+
+def _poly(draw: Draw, shape, dtype):
+    kinds = ("same", "same", torch.float32)
+    return {"weight": draw.choice(kinds), "bias": draw.choice(kinds)}, {"eps": eps_of(draw)}
+
+
+def _grouped(draw: Draw, shape, dtype):
+    inputs, options = _poly(draw, shape, dtype)
+    rows = shape[0]
+    ends = sorted(draw.integer(0, rows) for _ in range(draw.integer(1, 6)))
+    clamp = draw.choice((None, 0.5, 1.5, 1e6))
+    return inputs | {"offs": tuple(ends)}, options | {"hidden_clamp": clamp}
+
+
+def _activation(draw: Draw) -> str:
+    return draw.choice(
+        ("none", "relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "gelu_quick", "silu", "relu2")
+    )
+
+
+def _bias_act(draw: Draw, shape, dtype):
+    bias = draw.choice((None, "same", torch.float32))
+    return {"bias": bias}, {"activation": _activation(draw)}
+
+
+def _add_mul_act(draw: Draw, shape, dtype):
+    inputs, options = _bias_act(draw, shape, dtype)
+    return inputs, options | {"alpha": draw.choice((1.0, 0.5, 0.0, -2.75, 1e3))}
+
+
+def _clamped(draw: Draw, shape, dtype):
+    return {}, {
+        "alpha": draw.choice((1.702, 1.0, -0.5)),
+        "limit": draw.choice((7.0, 1.25, 0.0, 1e6)),
+        "interleaved": draw.chance(0.6),
+    }
+
+
+def _plain(draw: Draw, shape, dtype):
+    return {}, {}
+
+
+def _geglu(draw: Draw, shape, dtype):
+    return {}, {"approximate": draw.choice(("none", "tanh"))}
+
+
+STYLES: dict[str, tuple[Operator, Callable]] = {
+    op.name: (op, style)
+    for op, style in (
+        (operators.RMS_NORM, _rms),
+        (operators.FUSED_ADD_RMS_NORM, _rms),
+        (operators.LAYER_NORM, _layer),
+        (operators.ADA_LAYER_NORM, _ada),
+        (operators.ADA_RMS_NORM, _ada_rms),
+        (operators.GATE_RESIDUAL_ADA_NORM, _gate_residual),
+        (operators.POLY_NORM, _poly),
+        (operators.FUSED_MUL_POLY_NORM, _poly),
+        (operators.GROUPED_POLY_NORM, _grouped),
+        *(
+            (operators.plain_operator(name), _plain)
+            for name in ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu2")
+        ),
+        *(
+            (operators.act_and_mul_operator(name, gate_first), _plain)
+            for name in ("silu", "gelu", "gelu_tanh", "relu")
+            for gate_first in (True, False)
+        ),
+        (operators.SWIGLU_CLAMPED, _clamped),
+        (operators.SWIGLU, _plain),
+        (operators.GEGLU, _geglu),
+        (operators.BIAS_ACT, _bias_act),
+        (operators.ADD_MUL_ACT, _add_mul_act),
+    )
+}
+
+# In-place form: (function, what it writes)
+IN_PLACE = {
+    "fused_add_rms_norm_": ("fused_add_rms_norm", ("x", "residual")),
+    "bias_act_": ("bias_act", ("x",)),
+    "add_mul_act_": ("add_mul_act", ("x",)),
+}
+
+
+def make(draw: Draw, name: str, written: tuple[str, ...] = (), *, ordinary: bool = False) -> Call:
+    """A random call of the function `name`, `written` inputs laid out so that it may write them."""
+    op, style = STYLES[name]
+    dtype = draw.dtype()
+    shape = (draw.integer(1, 5), draw.integer(2, 40)) if ordinary else draw.shape()
+    if name == "grouped_poly_norm" and len(shape) != 2:
+        shape = (1, *shape) if len(shape) == 1 else (shape[0] * shape[1], shape[-1])
+    kinds, options = style(draw, shape, dtype)
+    if written:
+        options.pop("out_dtype", None)
+    values = op.make_inputs(shape, dtype, "cpu", **kinds, **options)
+    if op is operators.GATE_RESIDUAL_ADA_NORM and draw.chance(0.5):
+        form = _modulation(draw, shape)(shape)
+        values["gate"] = normal(form, values["scale"].dtype, "cpu", scale=0.5)
+    for modulation in op.free_shapes:
+        if draw.chance(0.15):
+            values[modulation] = None
+    regime = "normal" if ordinary else draw.regime()
+    inputs = {}
+    for key, value in values.items():
+        if value is None:
+            inputs[key] = None
+            continue
+        if key == op.main or draw.chance(0.6):
+            value = draw.change(value, regime)
+        inputs[key] = draw.lay_out(key, value, rows=key in written, written=key in written)
+    return Call(op, inputs, options, regime)
+
+
+# Checks
+
+
+def check(kernel, draw: Draw, call: Call) -> None:
+    """One valid call: values, gradients, the same bits again, and what else must agree."""
+    outputs = check_outputs(kernel, call)
+    grad_outs, requires = incoming(draw, call, outputs)
+    grads = check_gradients(kernel, call, grad_outs, requires)
+    if draw.chance(0.5):
+        check_repeats(kernel, draw, call, outputs, grads, grad_outs, requires)
+    if draw.chance(0.3):
+        check_contiguous(kernel, call, outputs, grads, grad_outs, requires)
+    if draw.chance(0.3) and call.op.name in STYLES and call.op.name != "grouped_poly_norm":
+        check_rows_alone(kernel, draw, call, outputs, grads, grad_outs, requires)
+
+
+def check_outputs(kernel, call: Call) -> dict[str, Tensor]:
+    op, inputs, options = call.op, call.inputs, call.options
+    with valid_call("forward"):
+        outputs = op.run(kernel, inputs, options)
+    exact, terms = op.run_reference(inputs, options), op.run_output_terms(inputs, options)
+    formula = op.run_eager(as_float32(inputs), options)
+    dtype = inputs[op.main].dtype
+    inner_rounding = dtype if options.get("cast_before_weight") else None
+    with failing_as("a wrong value"):
+        for name, output in outputs.items():
+            wanted = (options.get("out_dtype") if name == "out" else None) or dtype
+            assert output.dtype == wanted, f"{name} is {output.dtype}"
+            assert output.device == inputs[op.main].device, f"{name} is on {output.device}"
+            assert_right(
+                output,
+                exact[name],
+                formula[name],
+                name,
+                terms=terms.get(name),
+                inner_rounding=inner_rounding,
+            )
+            if op.name not in ("apply_rotary", "qk_norm_rotary"):
+                assert output.is_contiguous(), f"{name} has strides {output.stride()}"
+    return outputs
+
+
+def as_float32(tensors: dict) -> dict:
+    return {
+        name: t.detach().float() if isinstance(t, Tensor) and t.is_floating_point() else t
+        for name, t in tensors.items()
+    }
+
+
+def incoming(draw: Draw, call: Call, outputs: dict) -> tuple[dict, tuple[str, ...]]:
+    """Gradients of some outputs, and the inputs that require one."""
+    names = call.op.differentiable(call.inputs)
+    requires = tuple(name for name in names if draw.chance(0.7)) or names[:1]
+    used = [name for name in outputs if draw.chance(0.7)] or ["out" if "out" in outputs else "q_out"]
+    return {
+        name: draw.lay_out(
+            f"grad_{name}",
+            draw.change(normal(outputs[name].shape, outputs[name].dtype, "cpu"), call.regime),
+        )
+        for name in used
+    }, requires
+
+
+def run_gradients(kernel, op: Operator, inputs, options, grad_outs, requires) -> dict:
+    with valid_call("backward"):
+        return gradients(
+            lambda leaves, opts: op.run(kernel, leaves, opts), inputs, options, grad_outs, requires
+        )
+
+
+def check_gradients(kernel, call: Call, grad_outs: dict, requires) -> dict:
+    """Gradients are those of float64 autograd, and None where not required. Returns them."""
+    op, inputs, options = call.op, call.inputs, call.options
+    actual = run_gradients(kernel, op, inputs, options, grad_outs, requires)
+    exact = reference_gradients(op, inputs, options, grad_outs)
+    terms = terms_of_gradients(op, inputs, options, grad_outs)
+    formula = gradients(
+        op.run_eager,
+        as_float32(inputs),
+        op.without_roundings(options),
+        {name: g.to(formula_dtype(options, name)) for name, g in grad_outs.items()},
+        op.differentiable(inputs),
+    )
+    with failing_as("a wrong gradient"):
+        for name in op.differentiable(inputs):
+            label = f"grad_{name}"
+            if name not in requires:
+                assert actual[name] is None, f"{label}, which is not required"
+            elif exact[name] is None or actual[name] is None:
+                assert exact[name] is None, f"no {label}"
+                assert actual[name] is None or not actual[name].any(), f"{label} is not zero"
+            else:
+                assert actual[name].dtype == inputs[name].dtype, f"{label} is {actual[name].dtype}"
+                assert_right(
+                    actual[name],
+                    exact[name],
+                    exact[name] if formula[name] is None else formula[name],
+                    label,
+                    terms=terms.get(name),
+                    gradient=True,
+                )
+    return actual
+
+
+def formula_dtype(options: dict, output: str) -> torch.dtype:
+    """That of the float32 formula's output, which an `out_dtype` rounds."""
+    return (options.get("out_dtype") if output == "out" else None) or torch.float32
+
+
+def check_repeats(kernel, draw: Draw, call, outputs, grads, grad_outs, requires) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(draw.integer(1, 3))
+    try:
+        with valid_call("the same call again"):
+            again = call.op.run(kernel, call.inputs, call.options)
+        grads_again = run_gradients(kernel, call.op, call.inputs, call.options, grad_outs, requires)
+    finally:
+        torch.set_num_threads(threads)
+    compare_bits(outputs, grads, again, grads_again, "not the same bits again")
+
+
+def check_contiguous(kernel, call: Call, outputs, grads, grad_outs, requires) -> None:
+    copies = {
+        name: t.clone(memory_format=torch.contiguous_format) if isinstance(t, Tensor) else t
+        for name, t in call.inputs.items()
+    }
+    with valid_call("contiguous copies"):
+        again = call.op.run(kernel, copies, call.options)
+    grad_copies = {name: g.contiguous() for name, g in grad_outs.items()}
+    grads_again = run_gradients(kernel, call.op, copies, call.options, grad_copies, requires)
+    compare_bits(outputs, grads, again, grads_again, "other bits in another layout")
+
+
+def compare_bits(outputs, grads, again, grads_again, kind: str) -> None:
+    for name, output in outputs.items():
+        same_bits(again[name], output, name, kind)
+    for name, grad in grads.items():
+        if (grad is None) != (grads_again[name] is None):
+            raise Failure(kind, f"grad_{name} is None once")
+        if grad is not None:
+            same_bits(grads_again[name], grad, f"grad_{name}", kind)
+
+
+def check_rows_alone(kernel, draw: Draw, call: Call, outputs, grads, grad_outs, requires) -> None:
+    """Some of the first dimension have the bits that they have among all."""
+    op, x = call.op, call.inputs[call.op.main]
+    if x.dim() < 2 or x.shape[0] < 2:
+        return
+    begin = draw.integer(0, x.shape[0] - 1)
+    part = slice(begin, draw.integer(begin + 1, x.shape[0]))
+    some = {
+        name: t[part] if isinstance(t, Tensor) and t.dim() > 1 and len(t) == len(x) else t
+        for name, t in call.inputs.items()
+    }
+    kind = "a row depends on the others"
+    with valid_call("some rows alone"):
+        alone = op.run(kernel, some, call.options)
+    for name, output in alone.items():
+        same_bits(output, outputs[name][part], name, kind)
+    some_grads = {name: g[part] for name, g in grad_outs.items()}
+    grads_alone = run_gradients(kernel, op, some, call.options, some_grads, requires)
+    for name in op.row_inputs:
+        if grads[name] is not None:
+            same_bits(grads_alone[name], grads[name][part], f"grad_{name}", kind)
+
+
+def check_in_place(kernel, draw: Draw, name: str, call: Call, written: tuple[str, ...]) -> None:
+    """`name`, that writes over some inputs of `call`, has the bits of the function's result."""
+    if name == "add_mul_act_" and draw.chance(0.1):
+        call.inputs["y"] = call.inputs["x"]
+    copies = {n: t.clone() if isinstance(t, Tensor) else t for n, t in call.inputs.items()}
+    expected = call.op.run(kernel, copies, call.options)
+    in_place = replace(call.op, name=name)
+    with valid_call("in place"):
+        outputs = in_place.run(kernel, call.inputs, call.options)
+    for (output_name, output), given in zip(outputs.items(), written, strict=True):
+        if output is not call.inputs[given]:
+            raise Failure("a wrong value", f"{output_name} is not `{given}`, which was given")
+        same_bits(output, expected[output_name], output_name, "a wrong value")
