@@ -6,7 +6,7 @@ from types import ModuleType
 
 from . import bad_calls, modules, rotary, rows, sampling, tables
 from .draw import Draw
-from .judge import check_untouched
+from .judge import Failure, check_untouched
 
 BAD_CALLS = 0.25  # of the cases
 
@@ -69,19 +69,28 @@ def run(kernel: ModuleType, name: str, seed: int, device: str) -> str:
     """The case; raises Failure. Returns "valid" or "bad", what kind of call it was."""
     draw = Draw(name, seed, device)
     bad = draw.chance(BAD_CALLS) and name not in NO_BAD_CALLS and not name.startswith("modules.")
-    if bad:
-        given = {"shards": None}
-        if name != "combine_shard_samples":
-            given = make(draw, name, ordinary=True).arguments()
-        if name == "lm_head_sample_shard":
-            given = _of_a_shard(draw, given)
-        if name in ("fused_add_rms_norm_", "bias_act_", "add_mul_act_", "apply_rotary_"):
-            given.pop("out_dtype", None)
-        bad_calls.check(draw, name, getattr(kernel, name), given)
-    else:
-        check_valid(kernel, draw, name)
+    try:
+        if bad:
+            bad_calls.check(draw, name, getattr(kernel, name), _good_call(draw, name))
+        else:
+            check_valid(kernel, draw, name)
+    except Failure:
+        check_untouched(draw)  # what was overwritten explains what is wrong
+        raise
     check_untouched(draw)
     return "bad" if bad else "valid"
+
+
+def _good_call(draw: Draw, name: str) -> dict:
+    """The arguments that a change makes bad."""
+    if name == "combine_shard_samples":
+        return {"shards": None}
+    given = make(draw, name, ordinary=True).arguments()
+    if name == "lm_head_sample_shard":
+        return _of_a_shard(draw, given)
+    if name.endswith("_"):
+        given.pop("out_dtype", None)
+    return given
 
 
 def _of_a_shard(draw: Draw, given: dict) -> dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 
@@ -20,7 +21,7 @@ class Planted:
 
 
 def wrong_value(kernel):
-    """One element of many is off by a thousandth."""
+    """The last element is off by a fiftieth."""
 
     def silu(x: torch.Tensor) -> torch.Tensor:
         out = kernel.silu(x)
@@ -56,19 +57,21 @@ def past_the_end(kernel):
 def writes_an_input(kernel):
     def silu(x: torch.Tensor) -> torch.Tensor:
         out = kernel.silu(x)
-        x.detach().view(-1)[:1].fill_(7) if x.is_contiguous() else None
+        if x.is_contiguous():
+            x.detach().view(-1)[:1].fill_(7)
         return out
 
     return Planted(kernel, silu=silu)
 
 
 def not_deterministic(kernel):
-    """The last bit differs from call to call, which no tolerance sees."""
-    calls = iter(range(1 << 40))
+    """The last bit of float32 differs in every third call, which no tolerance sees."""
+    calls = itertools.count()
 
     def silu(x: torch.Tensor) -> torch.Tensor:
         out = kernel.silu(x)
-        return out * (1 + (next(calls) % 2) * torch.finfo(out.dtype).eps / 4 * 3)
+        is_third = next(calls) % 3 == 2
+        return torch.nextafter(out, 2 * out) if is_third and x.dtype == torch.float32 else out
 
     return Planted(kernel, silu=silu)
 
