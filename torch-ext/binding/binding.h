@@ -9,10 +9,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "common/dtype.h"
@@ -24,19 +25,38 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
                                                              void** ret_stream);
 #endif
 
+// The stable headers of Torch 2.10 to 2.12 have it under another name.
+#if !defined(STABLE_TORCH_ERROR_CODE_CHECK)
+#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
+#endif
+
 namespace fuselage::binding {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+// Text of a part of a message. NOTE: no streams, whose locales crash where a compiler's C++ library is
+// newer than the one that Torch has loaded.
+template <typename Part>
+std::string text_of(const Part& part) {
+  if constexpr (std::is_floating_point_v<Part>) {
+    char text[32];
+    std::snprintf(text, sizeof(text), "%g", part);
+    return text;
+  } else if constexpr (std::is_arithmetic_v<Part>) {
+    return std::to_string(part);
+  } else {
+    return part;
+  }
+}
+
 // Raises RuntimeError("fuselage::<op>: <message>").
 template <typename... Parts>
 [[noreturn]] void fail(const char* op, const Parts&... parts) {
-  std::ostringstream message;
-  message << "fuselage::" << op << ": ";
-  (message << ... << parts);
-  throw std::runtime_error(message.str());
+  std::string message = std::string("fuselage::") + op + ": ";
+  ((message += text_of(parts)), ...);
+  throw std::runtime_error(message);
 }
 
 // The message is built only when the condition is false.
@@ -44,11 +64,10 @@ template <typename... Parts>
   if (!(condition)) ::fuselage::binding::fail(op, __VA_ARGS__)
 
 inline std::string shape_of(const Tensor& tensor) {
-  std::ostringstream text;
-  text << "[";
-  for (int64_t i = 0; i < tensor.dim(); ++i) text << (i == 0 ? "" : ", ") << tensor.size(i);
-  text << "]";
-  return text.str();
+  std::string text = "[";
+  for (int64_t i = 0; i < tensor.dim(); ++i)
+    text += (i == 0 ? "" : ", ") + std::to_string(tensor.size(i));
+  return text + "]";
 }
 
 // Whether the tensor has no data: fake kernels run the checks of an op on such tensors. Checks of memory do
