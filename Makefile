@@ -67,7 +67,7 @@ bench: build  ## measure against PyTorch (BENCH= passes options; GPU: requiremen
 check-hip: $(ENVIRONMENT)  ## compile every GPU source for AMD gfx90a (clang 19, no GPU needed)
 	@$(PYTHON) tools/check_hip.py
 
-check-abi: $(ENVIRONMENT)  ## limited API 3.9, manylinux_2_28 and Torch's stable ABI, of what is built
+check-abi: $(ENVIRONMENT)  ## limited API 3.9, manylinux_2_28, Torch's stable ABI, no shared state, of what is built
 	@$(PYTHON) tools/check_abi.py
 
 check-size: $(ENVIRONMENT)  ## size and compile time by file, of the CUDA variant; fails beyond the bars
