@@ -18,7 +18,7 @@ endif
 
 BUILD := $(PYTHON) tools/build_variant.py
 ARCHS ?=
-CODE = $(shell find kernel_src torch-ext \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) \
+CODE = $(shell find kernel_src torch-ext tests \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) \
          ! -path torch-ext/registration.h)
 
 .DEFAULT_GOAL := help
