@@ -61,10 +61,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_pycollect_makeitem(obj: object) -> list | None:
-    """Collects no test whose `gpu` marker asks for more GPUs than there are."""
-    wanted = [m.kwargs.get("count", 1) for m in getattr(obj, "pytestmark", ()) if m.name == "gpu"]
+    """Collects no test that asks for more GPUs than there are, or has no values for what is here."""
+    marks = getattr(obj, "pytestmark", ())
     there = torch.cuda.device_count() if "cuda" in DEVICES else 0
-    return [] if wanted and max(wanted) > there else None
+    if any(m.name == "gpu" and m.kwargs.get("count", 1) > there for m in marks):
+        return []
+    return [] if any(m.name == "parametrize" and m.args[1:] == ([],) for m in marks) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

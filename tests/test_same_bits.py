@@ -1,0 +1,83 @@
+"""Rows that start anywhere give the bits of rows on 16-byte boundaries.
+
+Of the operators whose kernels for either are apart, and add up in the same order: poly_norm's
+unaligned rows are streamed, and unaligned activations are chosen as the kernel runs.
+"""
+
+from __future__ import annotations
+
+import operators
+import torch
+from harness import (
+    assert_same_bits,
+    each_dtype,
+    each_operator,
+    each_style,
+    gradients,
+    on_devices,
+    random_grad_outs,
+)
+
+POLY_NORMS = [operators.POLY_NORM, operators.FUSED_MUL_POLY_NORM, operators.GROUPED_POLY_NORM]
+GATES = [
+    operators.SWIGLU,
+    operators.GEGLU,
+    operators.SWIGLU_CLAMPED,
+    operators.BIAS_ACT,
+    operators.ADD_MUL_ACT,
+]
+
+
+def moved(t: torch.Tensor) -> torch.Tensor:
+    """The same values, one element past a boundary."""
+    return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape)
+
+
+def check_moved(op, kernel, style: str, shape: tuple[int, int], dtype, device) -> None:
+    inputs, options = op.inputs(shape, dtype, device, style), op.options(style)
+    elsewhere = {name: moved(t) if name in op.row_inputs else t for name, t in inputs.items()}
+    requires = op.differentiable(inputs)
+    assert set(op.row_inputs) <= set(requires) and len(op.row_inputs) > 0
+
+    def call(leaves, options):
+        return op.run(kernel, leaves, options)
+
+    outputs = call(inputs, options)
+    grad_outs = random_grad_outs(outputs)
+    moved_grad_outs = {name: moved(grad) for name, grad in grad_outs.items()}
+    grads = gradients(call, inputs, options, grad_outs, requires)
+    moved_outputs = call(elsewhere, options)
+    moved_grads = gradients(call, elsewhere, options, moved_grad_outs, requires)
+    for name, expected in outputs.items():
+        assert_same_bits(moved_outputs[name], expected, name)
+    for name in requires:
+        assert_same_bits(moved_grads[name], grads[name], f"gradient of {name}")
+
+
+# Of several rows a thread, of one, of blocks in clusters, and too long for those.
+@each_style(POLY_NORMS)
+@each_dtype
+@on_devices((64, 1000), (8, 64, 256, 512, 1000, 2048, 8192, 16384, 65536, 163840))
+def test_poly_norms_do_not_depend_on_alignment(fuselage, device, op, style, dtype, dim):
+    check_moved(op, fuselage, style, (37, dim), dtype, device)
+
+
+# More blocks of rows than partial sums, so that blocks go round.
+@each_operator(POLY_NORMS)
+@on_devices((), (64, 512))
+def test_sums_over_many_rows_do_not_depend_on_alignment(fuselage, device, op, dim):
+    check_moved(op, fuselage, "torch", ((1 << 25) // dim + 3, dim), torch.bfloat16, device)
+
+
+@each_style(GATES)
+@each_dtype
+@on_devices((64, 1000), (8, 64, 1000, 4096))
+def test_gates_do_not_depend_on_alignment(fuselage, device, op, style, dtype, dim):
+    check_moved(op, fuselage, style, (133, dim), dtype, device)
+
+
+# Rows enough for four vectors of them a thread, in the sum of the bias gradient.
+@each_style([operators.BIAS_ACT, operators.ADD_MUL_ACT])
+@on_devices((), (512,))
+def test_bias_gradients_of_many_rows_do_not_depend_on_alignment(fuselage, device, op, style, dim):
+    check_moved(op, fuselage, style, (1 << 15, dim), torch.bfloat16, device)
