@@ -175,11 +175,11 @@ struct Elementwise {
   Operand out, out_y;      // forward: out. Backward: grad_x, grad_y
   const void* bias;        // [dim]
   DType bias_dtype;
+  Activation activation;  // of AnyAddFormula
   int64_t rows, dim;
   Scalars scalars;
-  Activation activation;  // of AnyAddFormula
-  float* partials;        // [row blocks, dim] with grad_bias
-  void* grad_bias;        // [dim]
+  float* partials;  // [row blocks, dim] with grad_bias
+  void* grad_bias;  // [dim]
 };
 
 // What a kernel does to every element. kInTurn: x and y take turns in one tensor.
