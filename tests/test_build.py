@@ -16,12 +16,13 @@ from conftest import REPO_DIR, REPO_ID, VERSION
 
 sys.path.insert(0, str(REPO_DIR / "tools"))
 
-from builder.compile import gencode_flags, select_archs
+from builder.compile import Toolchain, Unit, gencode_flags, ninja_file, select_archs
 from builder.config import BACKENDS, load
 from builder.costs import MOST_BYTES, MOST_SECONDS, SECONDS_SUFFIX
 from builder.errors import BuildError
 from builder.includes import included_headers
 from builder.sources import check_sources
+from builder.toolchain import Compiler, Cuda, Torch
 from check_abi import has_symbol_table, shared_state, violations
 from kernels._rust import Backend, Build, Digest, DigestAlgorithm, DigestValidationError, Metadata
 
@@ -475,7 +476,22 @@ def test_a_build_without_times_is_not_taken_for_a_fast_one(tmp_path: Path):
     assert check_size(tmp_path / "nothing").returncode == 1
 
 
-def test_cuda_builds_measure_cpu_time(tmp_path: Path):
+def test_cuda_builds_time_every_file():
+    tools = Toolchain(
+        Compiler("g++", ""),
+        Torch(Path("/torch"), "2.10", None, None),
+        Path("/python"),
+        cuda=Cuda(Compiler("nvcc", ""), (13, 0), Path("/cuda"), "libcudart.so"),
+    )
+    units = [Unit(f"a.{rule}", f"../obj/a.{rule}.o", rule, (), "a") for rule in ("cxx", "cuda")]
+    ninja = ninja_file(units, tools, "cuda", "library.so", 2)
+    commands = re.findall(r"command = (.*) -c \$in -o \$out", ninja)
+    assert len(commands) == 2
+    for command, compiler in zip(commands, ("g++", "nvcc"), strict=True):
+        assert f"{TIMED} $out{SECONDS_SUFFIX} {compiler}" in command
+
+
+def test_cpu_time_is_measured(tmp_path: Path):
     """With that of the compiler's own processes, as cicc is nvcc's, and without its waiting."""
     times = tmp_path / "a.o.seconds"
     work = "import time\nwhile time.process_time() < 0.5: pass"
