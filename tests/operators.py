@@ -650,7 +650,7 @@ def _sampling_samples(kernel, device):
     temperature = torch.ones(3, device=device)
     for top_k, top_p, logprobs in ((None, None, False), (5, 0.9, True)):
         seed, offset = (torch.tensor([n], device=device) for n in (3, 6))
-        noise = (seed, offset, temperature, 1.0)
+        noise = (seed, offset if logprobs else None, temperature, 1.0)
         filters = (None, top_k, None, top_p, None, None)
         yield (
             ops.lm_head_sample.default,

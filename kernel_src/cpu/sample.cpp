@@ -99,12 +99,14 @@ FUSELAGE_INLINE float sample_option(const RowFloats& option, int64_t row) {
 struct SampleHeat {
   bool greedy;
   float inv_temperature;
+  float scale, unit;  // of scores
 };
 
 FUSELAGE_INLINE SampleHeat sample_heat(const Draws& draws, int64_t row) {
   const float temperature = sample_option(draws.temperature, row);
-  if (!(temperature >= 0x1p-126f)) return {true, 1.0f};
-  return {false, 1.0f / temperature};
+  if (!(temperature >= 0x1p-126f)) return {true, 1.0f, 1.0f, 0.0f};
+  const float inverse = 1.0f / temperature, unit = score_unit<SampleNumbers>(inverse);
+  return {false, inverse, inverse * unit, unit};
 }
 
 FUSELAGE_INLINE NoiseKey sample_key(const Draws& draws, int64_t row) {
@@ -225,7 +227,7 @@ constexpr int64_t kSampleGroups = 16;  // of noise, side by side
 
 struct SampleNoise {
   uint32_t least[kSampleGroups], place[kSampleGroups];
-  float bound[kSampleGroups];  // no noise of the group is greater
+  float bound[kSampleGroups];  // no noise of the group is greater; in the unit of scores
 };
 
 static void sample_noise(const SampleDraw& p, int64_t group, SampleNoise& noise) {
@@ -237,7 +239,7 @@ static void sample_noise(const SampleDraw& p, int64_t group, SampleNoise& noise)
   for_each_vector(0, kSampleGroups, [&](int64_t j, auto lanes) {
     Words least;
     __builtin_memcpy(&least, noise.least + j, sizeof(least));
-    store(noise.bound + j, noise_bound<SampleVectors>(least), lanes);
+    store(noise.bound + j, noise_bound<SampleVectors>(least) * p.heat.unit, lanes);
   });
 }
 
@@ -245,14 +247,14 @@ static void sample_noise(const SampleDraw& p, int64_t group, SampleNoise& noise)
 FUSELAGE_INLINE bool sample_cannot_win(const SampleDraw& p, float logit, float bound,
                                        const SampleCandidate& best) {
   return !(logit > sample_minus_infinity()) ||
-         SampleNumbers::fma(logit, p.heat.inv_temperature, bound) < best.score;
+         SampleNumbers::fma(logit, p.heat.scale, bound) < best.score;
 }
 
 static void sample_visit_logit(const SampleDraw& p, int64_t i, const NoiseGroup& group, float bound,
                                SampleCandidate& best) {
   if (sample_cannot_win(p, p.logits[i], bound, best)) return;
   const float noise = noise_of<SampleNumbers>(p.key, group, p.first + i, p.sample);
-  const float score = SampleNumbers::fma(p.logits[i], p.heat.inv_temperature, noise);
+  const float score = score_of<SampleNumbers>(p.logits[i], noise, p.heat.scale, p.heat.unit);
   if (score > sample_minus_infinity()) sample_keep_better(best, {score, p.logits[i], p.first + i});
 }
 
@@ -343,6 +345,7 @@ static void sample_raise_bound(const GumbelSample& p, int64_t row, float inv_tem
   const auto distance_at = [&](float logit) {
     return distance_of(logit, found.greatest, inv_temperature);
   };
+  const int weights_shift = weight_shift(p.draws.vocab);
   // The bin.
   uint64_t count = 0, weight = 0;
   int bin = 0;
@@ -373,7 +376,7 @@ static void sample_raise_bound(const GumbelSample& p, int64_t row, float inv_tem
         const uint32_t other = key_of<SampleNumbers>(logits[i]);
         if (round > 0 && other >> (shift + 8) != prefix) continue;
         ++counts[other >> shift & 255];
-        weights[other >> shift & 255] += weight_of<SampleNumbers>(distance);
+        weights[other >> shift & 255] += weight_of<SampleNumbers>(distance, weights_shift);
       }
     });
     // The lowest digit that is there is where the search ends at the latest.
@@ -404,7 +407,7 @@ static void sample_raise_bound(const GumbelSample& p, int64_t row, float inv_tem
         if (!(logits[i] > sample_minus_infinity())) continue;
         const float distance = distance_at(logits[i]);
         if (distance_bin<SampleNumbers>(distance) == bin && key_of<SampleNumbers>(logits[i]) >= key)
-          weight += weight_of<SampleNumbers>(distance);
+          weight += weight_of<SampleNumbers>(distance, weights_shift);
       }
     });
   }
@@ -423,12 +426,13 @@ static void sample_row(const GumbelSample& p, int64_t row, SampleRow& found) {
   if (heat.greedy || !(found.greatest > sample_minus_infinity())) return;
 
   SampleBins bins = {};
+  const int shift = weight_shift(p.draws.vocab);
   uint64_t count = 0;
   sample_for_pieces(p, row, [&](const float* logits, int64_t size) {
     for (int64_t i = 0; i < size; ++i) {
       if (!(logits[i] > sample_minus_infinity())) continue;
       const float distance = distance_of(logits[i], found.greatest, heat.inv_temperature);
-      const uint64_t weight = weight_of<SampleNumbers>(distance);
+      const uint64_t weight = weight_of<SampleNumbers>(distance, shift);
       const int bin = distance_bin<SampleNumbers>(distance);
       ++bins.counts[bin];
       bins.weights[bin] += weight;
@@ -671,12 +675,15 @@ void sample_finish(const Draws& draws, const DrawResults& results, const SampleR
     // Logs of the sums, of which the greatest weight is 1.
     float log_all = 0, log_allowed = 0;
     if (rows != nullptr && !heat.greedy && rows[row].weights != 0) {
-      log_all = baseline::log_of_weights<SampleNumbers>(rows[row].weights);
-      log_allowed = baseline::log_of_weights<SampleNumbers>(rows[row].allowed);
+      const int shift = baseline::weight_shift(draws.vocab);
+      log_all = baseline::log_of_weights<SampleNumbers>(rows[row].weights, shift);
+      log_allowed = baseline::log_of_weights<SampleNumbers>(rows[row].allowed, shift);
     }
     if (results.log_sum_exp != nullptr) {
-      results.log_sum_exp[row] =
-          heat.greedy ? none : __builtin_fmaf(rows[row].greatest, heat.inv_temperature, log_all);
+      results.log_sum_exp[row] = heat.greedy
+                                     ? none
+                                     : baseline::tempered<SampleNumbers>(
+                                           rows[row].greatest, heat.inv_temperature, log_all);
     }
     for (int s = 0; s < samples; ++s) {
       SampleCandidate best = {none, none, -1};
@@ -685,7 +692,10 @@ void sample_finish(const Draws& draws, const DrawResults& results, const SampleR
       const int64_t i = row * samples + s;
       results.tokens[i] = best.index;
       if (results.scores != nullptr) results.scores[i] = best.score;
-      if (results.logits != nullptr) results.logits[i] = best.logit * heat.inv_temperature;
+      if (results.logits != nullptr) {
+        results.logits[i] =
+            baseline::tempered<SampleNumbers>(best.logit, heat.inv_temperature, 0.0f);
+      }
       if (results.logprobs == nullptr) continue;
       float distance = none;
       if (best.index >= 0)

@@ -255,25 +255,36 @@ FUSELAGE_SAMPLE SplitExp split_exp(float v) {
 
 // ---- the distribution ----
 
-// Weights are counted in units of 2^-40 of the greatest: integers, whose sum has no order.
+// Weights are counted in units of 2^-40 of the largest: integers, whose sum has no order. From 2^24
+// logits on the unit is 2^shift times that, so that no sum exceeds 64 bits. At kMostVocab, roundings
+// of the weights change a sum by at most 2^-12 of the largest.
 constexpr int kWeightBits = 40;
+constexpr int kWeightCountBits = 64 - kWeightBits;
+
+FUSELAGE_SAMPLE int weight_shift(int64_t vocab) {
+  int shift = 0;
+  while (vocab >> (kWeightCountBits + shift) != 0) ++shift;
+  return shift;
+}
+
 constexpr float kNoWeight = -28.5f;  // distances up to this one have none
 
 // e^distance in those units, for distance <= 0. Zero for what is no number.
 template <class Math>
-FUSELAGE_SAMPLE uint64_t weight_of(float distance) {
+FUSELAGE_SAMPLE uint64_t weight_of(float distance, int shift = 0) {
   if (!(distance > kNoWeight)) return 0;
   const SplitExp e = split_exp<Math>(distance);
   const uint64_t mantissa = static_cast<uint64_t>(static_cast<uint32_t>(e.factor * 16777216.0f))
                             << (kWeightBits - 24);
-  const int down = -static_cast<int>(e.exponent);
+  const int down = shift - static_cast<int>(e.exponent);
   return down == 0 ? mantissa : (mantissa + (uint64_t{1} << (down - 1))) >> down;
 }
 
 // Log of a sum of weights in units of the greatest.
 template <class Math>
-FUSELAGE_SAMPLE float log_of_weights(uint64_t sum) {
-  return log_of_normal<Math>(static_cast<float>(sum) * 9.0949470177292824e-13f);  // 2^-40
+FUSELAGE_SAMPLE float log_of_weights(uint64_t sum, int shift) {
+  const float unit = static_cast<float>(1 << shift) * 9.0949470177292824e-13f;  // 2^(shift - 40)
+  return log_of_normal<Math>(static_cast<float>(sum) * unit);
 }
 
 // Greater floats have greater keys; those of equal floats are equal. Never 0, which stands for no number.
@@ -340,6 +351,32 @@ FUSELAGE_SAMPLE uint64_t weights_needed(float share, uint64_t sum) {
   if (static_cast<double>(needed) < wanted) ++needed;
   if (needed < 1) needed = 1;
   return needed < sum ? needed : sum;
+}
+
+// ---- scores ----
+
+// Scores are in a unit that keeps those of finite logits finite: 1 / temperature, rounded up to a
+// power of two, where that is more than 1. So they are rounded, and ordered, as without it. This is
+// a score of 1 in that unit.
+template <class Math>
+FUSELAGE_SAMPLE float score_unit(float inv_temperature) {
+  const int32_t exponent = (Math::integers_of(inv_temperature) + 0x7fffff) >> 23;  // rounded up
+  return exponent <= 127 ? 1.0f : Math::floats_of((254 - exponent) << 23);
+}
+
+// `scale` is 1 / temperature in that unit.
+template <class Math>
+FUSELAGE_SAMPLE float score_of(float logit, float noise, float scale, float unit) {
+  return Math::fma(logit, scale, noise * unit);
+}
+
+// logit / temperature + more, of a finite logit the nearest finite number.
+template <class Math>
+FUSELAGE_SAMPLE float tempered(float logit, float inv_temperature, float more) {
+  constexpr float kMost = 3.40282347e+38f;
+  const float value = Math::fma(logit, inv_temperature, more);
+  if (value > kMost && logit <= kMost) return kMost;
+  return value < -kMost && logit >= -kMost ? -kMost : value;
 }
 
 // ---- logits ----

@@ -69,7 +69,8 @@ __global__ void __launch_bounds__(kSampleThreads, kSampleBlocks)
   Drawing<KeptKeys> drawing{};
   drawing.key = key_of_row(p.draws, part.row);
   drawing.keys.set(drawing.key);
-  drawing.inv_temperature = heat.inv_temperature;
+  drawing.scale = heat.scale;
+  drawing.unit = heat.unit;
   drawing.shared_floor = &block_floor;
   const bool filtered = states != nullptr && !heat.greedy;
   const float lowest =
@@ -248,6 +249,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   }
   __syncthreads();
   Run run;
+  const int shift = weight_shift(p.draws.vocab);
   for_each_vector<T, kSampleVector>(p, part.row, part.begin, part.end,
                                     [&](int, const auto& logits) {
 #pragma unroll
@@ -255,7 +257,7 @@ __global__ void __launch_bounds__(kSampleThreads)
                                         if (!(logits[k] > minus_infinity())) continue;
                                         const float distance = scale.distance(logits[k]);
                                         run.add(counts, weights, distance_bin<SampleMath>(distance),
-                                                weight_of<SampleMath>(distance));
+                                                weight_of<SampleMath>(distance, shift));
                                       }
                                     });
   run.flush(counts, weights);
@@ -427,9 +429,10 @@ __global__ void __launch_bounds__(kChooseThreads, 1)
       }
     });
   };
+  const int weights_shift = weight_shift(p.draws.vocab);
   const auto weight_of_key = [&](uint32_t key) {
     return static_cast<unsigned long long>(
-        weight_of<SampleMath>(scale.distance(value_of_key<SampleMath>(key))));
+        weight_of<SampleMath>(scale.distance(value_of_key<SampleMath>(key)), weights_shift));
   };
   uint32_t bound = search.key;
   unsigned long long allowed = search.above;

@@ -142,14 +142,14 @@ __device__ __forceinline__ uint32_t rows_that_may_win(const Stretch& stretch,
     float bound = 0.0f;
     if (!own.heat.greedy) {
       const int64_t group = group_of(stretch.begin + at);
-      bound = noise_bound<SampleMath>(noise_group(own.key, group, sample).least);
+      bound = noise_bound<SampleMath>(noise_group(own.key, group, sample).least) * own.heat.unit;
     }
 #pragma unroll
     for (int i = 0; i < kFours; ++i) {
       const float greatest =
           fmaxf(fmaxf(logits[i][0], logits[i][1]), fmaxf(logits[i][2], logits[i][3]));
       const float noise = shuffle_from(bound, lane / kFours * kFours + i, kWarpSize);
-      const float most = SampleMath::fma(greatest, options[i].heat.inv_temperature, noise);
+      const float most = SampleMath::fma(greatest, options[i].heat.scale, noise);
       may[i] |= most >= value_or_none(options[i].floor) && most > minus_infinity();
     }
   });
@@ -165,7 +165,8 @@ __device__ __forceinline__ Candidate draw_row(const Stretch& stretch, RowOptions
                                               int sample) {
   Drawing<MadeKeys> drawing{};
   drawing.key = options.key;
-  drawing.inv_temperature = options.heat.inv_temperature;
+  drawing.scale = options.heat.scale;
+  drawing.unit = options.heat.unit;
   drawing.sample = sample;
   drawing.shared_floor = &options.floor;
   drawing.best = no_candidate();

@@ -84,10 +84,10 @@ constexpr int kMostShared = kWgmmaSharedBytes;
 
 // Of one column: what its noise is made with, and what its scores have to beat.
 struct Columns {
-  uint4* noise;      // key, stream, low word of the offset
-  uint32_t* offset;  // its high word
-  float* inverse;    // 1 / temperature
-  uint32_t* greedy;
+  uint4* noise;              // key, stream, low word of the offset
+  uint32_t* offset;          // its high word
+  float* inverse;            // 1 / temperature, in the unit of scores
+  float* unit;               // of scores; 0 where there is no noise
   float* scale;              // of its products, beside float8
   float* least;              // [samples]: scores below this cannot win
   unsigned long long* best;  // [samples]: key of the score, and the complement of the row
@@ -340,10 +340,10 @@ __device__ __forceinline__ void score_queued(const HeadDraw& p, const Columns& c
   const int column = place & 0xffffu, own_row = row + static_cast<int>(place >> 16);
   if (p.softcap != 0.0f) logit = soft_capped<SampleMath>(logit, p.softcap);
   float score = logit;
-  if (columns.greedy[column] == 0) {
+  if (columns.unit[column] != 0.0f) {
     const int64_t index = p.vocab_offset + own_row;
     const float noise = noise_of<SampleMath>(columns.key_of(column), index, sample);
-    score = __fmaf_rn(logit, columns.inverse[column], noise);
+    score = score_of<SampleMath>(logit, noise, columns.inverse[column], columns.unit[column]);
   }
   float* least = columns.least + sample * width + column;
   // Also false for what is no number.
@@ -405,6 +405,7 @@ __device__ __forceinline__ void score_places(const HeadDraw& p, const Columns& c
   for_turns<1, kCapped>(logits, [&](const float(&four)[1][4], int turn) {
     const int column = 8 * turn + 2 * (lane & 3);
     const float2 noises = two_of(noise + column), inverses = two_of(columns.inverse + column);
+    const float2 units = two_of(columns.unit + column);
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
       const float its = t == 0 ? noises.x : noises.y;
@@ -414,7 +415,8 @@ __device__ __forceinline__ void score_places(const HeadDraw& p, const Columns& c
                          : its == 0.0f         ? 0.0f
                                                : kLeastNoise;
       const float score =
-          __fmaf_rn(logit - 2.0f * softcap.error, t == 0 ? inverses.x : inverses.y, sure);
+          score_of<SampleMath>(logit - 2.0f * softcap.error, sure, t == 0 ? inverses.x : inverses.y,
+                               t == 0 ? units.x : units.y);
       store_if(place_of(its) % 8 == lane >> 2, scores + column + t, score);
     }
   });
@@ -422,18 +424,19 @@ __device__ __forceinline__ void score_places(const HeadDraw& p, const Columns& c
 
 // Puts what the logits of a warp's rows have to reach in the place of the bounds of their noise.
 template <int kColumns>
-__device__ __forceinline__ void find_thresholds(float* noise, const float* inverse,
+__device__ __forceinline__ void find_thresholds(float* noise, const Columns& columns,
                                                 const float* least, int lane) {
 #pragma unroll
   for (int first = 0; first < kColumns; first += 128) {
     const int column = first + 4 * lane;
     if (column >= kColumns) break;
     const float4 n = *reinterpret_cast<const float4*>(noise + column);
-    const float4 i = *reinterpret_cast<const float4*>(inverse + column);
+    const float4 i = *reinterpret_cast<const float4*>(columns.inverse + column);
+    const float4 u = *reinterpret_cast<const float4*>(columns.unit + column);
     const float4 l = read_again(least + column);
     *reinterpret_cast<float4*>(noise + column) =
-        make_float4(threshold_of(l.x, n.x, i.x), threshold_of(l.y, n.y, i.y),
-                    threshold_of(l.z, n.z, i.z), threshold_of(l.w, n.w, i.w));
+        make_float4(threshold_of(l.x, n.x, i.x, u.x), threshold_of(l.y, n.y, i.y, u.y),
+                    threshold_of(l.z, n.z, i.z, u.z), threshold_of(l.w, n.w, i.w, u.w));
   }
   __syncwarp();
 }
@@ -512,7 +515,7 @@ __device__ __forceinline__ void make_noise(const HeadDraw& p, const Columns& col
   const int i = 32 * part + lane, column = i % kColumns, first = i / kColumns * kUnitsOfPart;
   if (first >= units) return;
   float made[kUnitsOfPart] = {};
-  if (column < p.batch && columns.greedy[column] == 0) {
+  if (column < p.batch && columns.unit[column] != 0.0f) {
     const NoiseKey key = columns.key_of(column);
     const int64_t group = group_of(p.vocab_offset + row) + first;
     // All at once: one waits for its own results most of the time.
@@ -826,8 +829,8 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
   columns.least = reinterpret_cast<float*>(columns.best + kSamples * kColumns);
   columns.inverse = columns.least + kSamples * kColumns;
   columns.offset = reinterpret_cast<uint32_t*>(columns.inverse + kColumns);
-  columns.greedy = columns.offset + kColumns;
-  columns.scale = reinterpret_cast<float*>(columns.greedy + kColumns);
+  columns.unit = reinterpret_cast<float*>(columns.offset + kColumns);
+  columns.scale = columns.unit + kColumns;
   constexpr int kNoises = noises_of(kColumns, kNarrow);
   float* noise = columns.scale + (kNarrow ? kColumns : 0);  // [2, units, columns]
   char* queues = reinterpret_cast<char*>(noise + 2 * kNoises);
@@ -865,8 +868,8 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
       const Heat heat = heat_of(p.draws, row);
       columns.noise[column] = make_uint4(key.key[0], key.key[1], key.stream, key.offset[0]);
       columns.offset[column] = key.offset[1];
-      columns.inverse[column] = heat.inv_temperature;
-      columns.greedy[column] = heat.greedy;
+      columns.inverse[column] = heat.scale;
+      columns.unit[column] = heat.unit;
       for (int sample = 0; sample < p.num_samples; ++sample) {
         columns.least[sample * kColumns + column] = present ? -INFINITY : INFINITY;
         columns.best[sample * kColumns + column] = 0;
@@ -1069,8 +1072,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
         if (lane == 0) *queue.count = 0;
       };
       const auto set_thresholds = [&](int sample) {
-        find_thresholds<kColumns>(own_noise(), columns.inverse, columns.least + sample * kColumns,
-                                  lane);
+        find_thresholds<kColumns>(own_noise(), columns, columns.least + sample * kColumns, lane);
       };
       if (p.out.logits == nullptr && !is_first) {  // beside the last products
         begin_turn();

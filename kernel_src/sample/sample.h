@@ -4,6 +4,8 @@
 //   logit = softcap(hidden @ weight.T * weight_scale + bias)       softcap(v) = cap * tanh(v / cap)
 //   score = fma(logit, 1 / temperature, g)       token = the index of the greatest score, of equals the lowest
 //
+// Below a temperature of 1 scores are in units of a power of two, so that they do not overflow (sample/gumbel.h).
+//
 // The noise g of a logit is -log(e), of an exponential e of its own or of its group. It depends on nothing but the
 // row's seed, offset and stream, the number of the sample, and the index of the logit counted over all shards:
 //   group = index / 16               Philox(group)[0] is the word w of the group's least exponential,
@@ -33,6 +35,7 @@
 namespace fuselage {
 
 constexpr int kMostSamples = 256;
+constexpr int64_t kMostVocab = int64_t{1} << 26;  // of a call; sums of weights count with no more
 
 // Neighbouring logits, the first of which is a multiple.
 constexpr int kStrip = 16;
@@ -78,7 +81,7 @@ struct DrawResults {
   // For the combination of shards: the score and tempered logit of each token, and the log of the sum of e to
   // all tempered logits of the row, -inf where the temperature is 0.
   float* scores;       // [batch, num_samples]
-  float* logits;       // [batch, num_samples]
+  float* logits;       // [batch, num_samples], of finite ones finite
   float* log_sum_exp;  // [batch]
 
   bool needs_sums() const { return logprobs != nullptr || log_sum_exp != nullptr; }

@@ -49,6 +49,8 @@ struct Shared {
   Greatest greatest;
   unsigned long long segment, sum, weights, allowed;
 };
+static_assert(kMaxCluster * 232448 / sizeof(float) < (1 << kWeightCountBits),
+              "weights are not shifted: a row that fits has few");
 static_assert(sizeof(Shared) <= kClusterFixedBytes, "the policy counts with less");
 static_assert(kMostSamples * sizeof(Candidate) <= 2 * kDistanceBins * sizeof(uint32_t),
               "candidates take the place of the bins");
@@ -667,7 +669,8 @@ __device__ __forceinline__ void draw_row(const GumbelSample& p, Shared& shared,
   Candidate* candidates = reinterpret_cast<Candidate*>(shared.low);
   Drawing<MadeKeys> drawing{};
   drawing.key = key;
-  drawing.inv_temperature = heat.inv_temperature;
+  drawing.scale = heat.scale;
+  drawing.unit = heat.unit;
   drawing.shared_floor = &shared.floor;
   for (int sample = 0; sample < p.draws.num_samples; ++sample) {
     drawing.sample = sample;

@@ -48,12 +48,14 @@ __device__ __forceinline__ float value_or_none(uint32_t key) {
 struct Heat {
   bool greedy;
   float inv_temperature;
+  float scale, unit;  // of scores
 };
 
 __device__ __forceinline__ Heat heat_of(const RowFloats& temperatures, int64_t row) {
   const float temperature = option_of(temperatures, row);
-  if (!(temperature >= 1.17549435e-38f)) return {true, 1.0f};
-  return {false, 1.0f / temperature};
+  if (!(temperature >= 1.17549435e-38f)) return {true, 1.0f, 1.0f, 0.0f};
+  const float inverse = 1.0f / temperature, unit = score_unit<SampleMath>(inverse);
+  return {false, inverse, inverse * unit, unit};
 }
 
 __device__ __forceinline__ Heat heat_of(const Draws& draws, int64_t row) {
@@ -184,17 +186,20 @@ __device__ __forceinline__ void write_draw(const Draws& draws, const DrawResults
   if (results.scores != nullptr) results.scores[slot] = best.score;
   const Heat heat = heat_of(draws, row);
   if (results.logits != nullptr)
-    results.logits[slot] = found ? best.logit * heat.inv_temperature : minus_infinity();
+    results.logits[slot] =
+        found ? tempered<SampleMath>(best.logit, heat.inv_temperature, 0.0f) : minus_infinity();
   if (results.logprobs == nullptr && results.log_sum_exp == nullptr) return;
   const float greatest = value_or_none(state.greatest);
   float log_all = 0.0f, log_allowed = 0.0f;
   if (!heat.greedy && state.weights != 0) {
-    log_all = log_of_weights<SampleMath>(state.weights);
-    log_allowed = state.raised == 0 ? log_all : log_of_weights<SampleMath>(state.allowed);
+    const int shift = weight_shift(draws.vocab);
+    log_all = log_of_weights<SampleMath>(state.weights, shift);
+    log_allowed = state.raised == 0 ? log_all : log_of_weights<SampleMath>(state.allowed, shift);
   }
   if (results.log_sum_exp != nullptr && sample == 0) {
-    results.log_sum_exp[row] =
-        heat.greedy ? minus_infinity() : SampleMath::fma(greatest, heat.inv_temperature, log_all);
+    results.log_sum_exp[row] = heat.greedy
+                                   ? minus_infinity()
+                                   : tempered<SampleMath>(greatest, heat.inv_temperature, log_all);
   }
   if (results.logprobs == nullptr) return;
   float distance = minus_infinity();

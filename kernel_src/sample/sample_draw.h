@@ -161,9 +161,9 @@ struct MadeKeys {
 
 // What a logit has to reach for a score of `least` with noise of at most `noise`. Less by more than all that is rounded
 // here and in the score.
-__device__ __forceinline__ float threshold_of(float least, float noise, float inv_temperature) {
+__device__ __forceinline__ float threshold_of(float least, float noise, float scale, float unit) {
   const float threshold =
-      __fdividef(least - noise - (fabsf(least) + 32.0f) * 1e-6f, inv_temperature);
+      __fdividef(least - noise * unit - (fabsf(least) + 32.0f * unit) * 1e-6f, scale);
   // NOTE: no number where that is infinite.
   return least < -minus_infinity() ? threshold - fabsf(threshold) * 1e-6f - 1e-30f : least;
 }
@@ -174,7 +174,7 @@ template <typename Keys>
 struct Drawing {
   NoiseKey key;
   Keys keys;
-  float inv_temperature;
+  float scale, unit;  // of scores
   int sample;
   uint32_t* shared_floor;
   Candidate best;
@@ -185,8 +185,8 @@ struct Drawing {
     const float u = static_cast<float>(word >> 8) * 5.9604644775390625e-8f;
     const float minus_log = 4.76837158e-7f - 0.69314718f * log2_approximate(u);
     const float noise = kLogOfNoiseGroup - 0.69314718f * log2_approximate(minus_log);
-    const float score = SampleMath::fma(logit, inv_temperature, noise);
-    return score - fabsf(score) * 1.0e-6f - 1.0e-4f;
+    const float score = score_of<SampleMath>(logit, noise, scale, unit);
+    return score - fabsf(score) * 1.0e-6f - 1.0e-4f * unit;
   }
 
   // Takes the floor that the warp and all others have.
@@ -251,13 +251,13 @@ struct Drawing {
     const uint32_t word =
         groups.group.least > groups.next.least ? groups.group.least : groups.next.least;
     return greatest > minus_infinity() &&
-           greatest >= threshold_of(floor, noise_bound<SampleMath>(word), inv_temperature);
+           greatest >= threshold_of(floor, noise_bound<SampleMath>(word), scale, unit);
   }
 
   __device__ __forceinline__ void offer_one(float logit, const NoiseGroup& group, int64_t index,
                                             int column) {
     const float noise = noise_of<SampleMath>(key, group, index, sample);
-    offer(best, SampleMath::fma(logit, inv_temperature, noise), logit, column);
+    offer(best, score_of<SampleMath>(logit, noise, scale, unit), logit, column);
   }
 
   // Offers those of a lane's logits that may win, unless the lane `skips`. The first is that of `column`, and number
@@ -269,8 +269,8 @@ struct Drawing {
     const float most_of_next = noise_bound<SampleMath>(groups.next.least);
     uint32_t untried = skips ? 0 : (1u << kCount) - 1;
     while (true) {
-      const float reach = threshold_of(floor, most, inv_temperature);
-      const float reach_of_next = threshold_of(floor, most_of_next, inv_temperature);
+      const float reach = threshold_of(floor, most, scale, unit);
+      const float reach_of_next = threshold_of(floor, most_of_next, scale, unit);
       int chosen = 0;
       float logit = minus_infinity();
 #pragma unroll

@@ -266,8 +266,8 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
       const int64_t index = p.draws.vocab_offset + column;
       float score = logit;
       if (!heat.greedy) {
-        score = SampleMath::fma(logit, heat.inv_temperature,
-                                noise_of<SampleMath>(noise, index, sample));
+        score = score_of<SampleMath>(logit, noise_of<SampleMath>(noise, index, sample), heat.scale,
+                                     heat.unit);
       }
       offer(best, score, logit, column);
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
@@ -24,16 +25,21 @@ BAD_HEADS = [
     ({"bias": torch.zeros(50).half()}, "`bias` must be float32 as `hidden`, or float32"),
     ({"weight_scale": torch.ones(1)}, "`weight_scale` must be None unless"),
     ({"logit_softcap": -1.0}, "`logit_softcap` must be positive, got -1"),
+    ({"logit_softcap": math.nan}, "`logit_softcap` must be positive, got nan"),
 ]
 BAD_OPTIONS = [
     ({"num_samples": 0}, "`num_samples` must be in [1, 256], got 0"),
     ({"num_samples": 257}, "`num_samples` must be in [1, 256], got 257"),
     ({"temperature": -0.5}, "`temperature` must be in [0, inf), got -0.5"),
+    ({"temperature": math.nan}, "`temperature` must be in [0, inf), got nan"),
+    ({"temperature": math.inf}, "`temperature` must be in [0, inf), got inf"),
     ({"temperature": torch.ones(2)}, "`temperature` must have shape [1] or [3]"),
     ({"temperature": torch.ones(3).half()}, "`temperature` must be float32, got Half"),
     ({"top_k": torch.ones(3)}, "`top_k` must be int64, got Float"),
     ({"top_p": 0.0}, "`top_p` must be in (0, 1], got 0"),
     ({"top_p": 1.5}, "`top_p` must be in (0, 1], got 1.5"),
+    ({"top_p": math.nan}, "`top_p` must be in (0, 1], got nan"),
+    ({"min_p": math.nan}, "`min_p` must be in [0, 1], got nan"),
     ({"min_p": -0.1}, "`min_p` must be in [0, 1], got -0.1"),
     ({"min_p": torch.ones(4)}, "`min_p` must have shape [1] or [3]"),
     ({"vocab_offset": -1}, "`vocab_offset` must be in [0, 2^34"),

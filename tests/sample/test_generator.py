@@ -125,10 +125,8 @@ assert kernel.gumbel_sample(torch.empty(4, 100, device="meta")).shape == (4, 1)
 
 @pytest.mark.parametrize("mode", FIRST)
 def test_no_mode_of_the_first_call_spoils_the_next(fuselage, device, mode):
-    backend = kernel_backend() if device == "cuda" else "cpu"
-    script = MODES.format(
-        repo=REPO_ID, version=VERSION, backend=backend, device=device, first=FIRST[mode]
-    )
+    given = {"repo": REPO_ID, "version": VERSION, "backend": kernel_backend(), "device": device}
+    script = MODES.format(**given, first=FIRST[mode])
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
 

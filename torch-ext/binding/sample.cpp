@@ -45,16 +45,16 @@ struct Options {
 
 // `x`: hidden or logits, whose rows are the batch.
 Draws check_draws(const char* op, const Tensor& x, const char* x_name, int64_t vocab,
-                  const Options& options) {
+                  const char* vocab_name, const Options& options) {
   Draws draws{};
   draws.batch = x.size(0);
   draws.vocab = vocab;
   FUSELAGE_CHECK(op, options.num_samples >= 1 && options.num_samples <= kMostSamples,
                  "`num_samples` must be in [1, ", kMostSamples, "], got ", options.num_samples);
   draws.num_samples = static_cast<int>(options.num_samples);
+  FUSELAGE_CHECK(op, vocab <= kMostVocab, vocab_name, " must be at most 2^26, got ", vocab);
   FUSELAGE_CHECK(op,
-                 options.vocab_offset >= 0 && vocab < (int64_t{1} << 31) &&
-                     options.vocab_offset <= (int64_t{1} << 34) - vocab,
+                 options.vocab_offset >= 0 && options.vocab_offset <= (int64_t{1} << 34) - vocab,
                  "`vocab_offset` must be in [0, 2^34 - ", vocab, "], got ", options.vocab_offset);
   draws.vocab_offset = options.vocab_offset;
   FUSELAGE_CHECK(op, draws.batch <= int64_t{1} << 24, "`", x_name,
@@ -369,7 +369,7 @@ std::tuple<Tensor, Tensor, Tensor> gumbel_sample(
   const Options options{seed,  offset,      temperature, temperature_value,
                         top_k, top_k_value, top_p,       top_p_value,
                         min_p, min_p_value, num_samples, vocab_offset};
-  p.draws = check_draws(op, logits, "logits", logits.size(1), options);
+  p.draws = check_draws(op, logits, "logits", logits.size(1), "columns of `logits`", options);
   p.filters = check_filters(op, logits, "logits", options);
   std::optional<Rows> bias_rows, mask_rows;
   if (bias.has_value()) {
@@ -429,7 +429,7 @@ std::tuple<Tensor, Tensor, Tensor> lm_head_sample(
   const Options options{seed,  offset,      temperature, temperature_value,
                         top_k, top_k_value, top_p,       top_p_value,
                         min_p, min_p_value, num_samples, vocab_offset};
-  Draws draws = check_draws(op, hidden, "hidden", head.params.vocab, options);
+  Draws draws = check_draws(op, hidden, "hidden", head.params.vocab, "rows of `weight`", options);
   const Filters filters = check_filters(op, hidden, "hidden", options);
   const Results results = empty_results(draws, return_logprobs, hidden);
   set_noise(draws, options);
@@ -452,7 +452,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> lm_head_sample_shard(
   const Options options{seed, offset,       temperature, temperature_value,
                         none, std::nullopt, none,        std::nullopt,
                         none, std::nullopt, num_samples, vocab_offset};
-  Draws draws = check_draws(op, hidden, "hidden", head.params.vocab, options);
+  Draws draws = check_draws(op, hidden, "hidden", head.params.vocab, "rows of `weight`", options);
   const Results results = empty_results(draws, false, hidden);
   const Tensor scores = empty_2d(draws.batch, draws.num_samples, ScalarType::Float, hidden);
   const Tensor logits = empty_2d(draws.batch, draws.num_samples, ScalarType::Float, hidden);

@@ -33,7 +33,7 @@ class ShardSample(NamedTuple):
 
     scores: torch.Tensor  # [batch, num_samples], float32
     tokens: torch.Tensor  # [batch, num_samples], int64, of the whole vocabulary
-    logits: torch.Tensor  # [batch, num_samples], over temperature
+    logits: torch.Tensor  # [batch, num_samples], over temperature, finite where they are
     log_sum_exp: torch.Tensor  # [batch], of all of the shard's logits over temperature; or [0]
 
 
@@ -71,9 +71,11 @@ def lm_head_sample(
 
     Args:
         hidden: `[batch, dim]`, float16, bfloat16 or float32, with any row stride.
-        weight: `[vocab, dim]`, in the dtype of `hidden` or float8_e4m3fn, with any row stride.
+        weight: `[vocab, dim]`, in the dtype of `hidden` or float8_e4m3fn, with any row stride. The
+            vocabulary is at most 2^26, here and in `gumbel_sample`.
         temperature: At least 0; a number, or float32 `[batch]` or `[1]`. 0 takes the greatest
-            logit, of equals the lowest index, whatever the filters are.
+            logit, of equals the lowest index, whatever the filters are. In a tensor, a negative or
+            subnormal number and NaN are 0.
         top_k: The number of largest logits that may be drawn, where 0 or less is all; an int, or
             int64 `[batch]` or `[1]`.
         top_p: Of what top_k leaves, the fewest greatest logits whose probabilities sum up to top_p
@@ -255,7 +257,8 @@ def combine_shard_samples(
         )
     logit = torch.where(tokens == token, logits, 0.0).sum(0)
     total = torch.logsumexp(sums, 0)[:, None]
-    logprob = torch.where(total == -torch.inf, 0.0, logit - total)  # at temperature 0
+    # At temperature 0 the sums are -inf. An infinite logit is as far from itself as any.
+    logprob = torch.where((total == -torch.inf) | (logit == total), 0.0, logit - total)
     return token, logprob.masked_fill(none, -torch.inf)
 
 

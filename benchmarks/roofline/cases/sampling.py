@@ -106,12 +106,20 @@ class Draw:
         return (logits + noise).argmax(-1, keepdim=True)
 
     def ours(self, fuselage: ModuleType):
-        if self.float8:
-            return lambda hidden, _, weight, scale: fuselage.lm_head_sample(
-                hidden, weight, weight_scale=scale, **self.filters
-            )
+        """With a seed and a step on the device, as a serving engine has them."""
         function = fuselage.lm_head_sample if self.from_head else fuselage.gumbel_sample
-        return lambda *inputs: function(*inputs, **self.filters)
+        noise: dict[str, torch.Tensor] = {}
+
+        def draw(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+            if not noise:
+                for name in ("seed", "offset"):
+                    noise[name] = torch.zeros(1, dtype=torch.int64, device=x.device)
+            if self.float8:
+                _, weight, scale = weights
+                return function(x, weight, weight_scale=scale, **noise, **self.filters)
+            return function(x, *weights, **noise, **self.filters)
+
+        return draw
 
     def contenders(self, fuselage: ModuleType):
         calls = {
