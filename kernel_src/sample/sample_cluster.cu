@@ -669,8 +669,9 @@ __device__ __forceinline__ void draw_row(const GumbelSample& p, Shared& shared,
   Candidate* candidates = reinterpret_cast<Candidate*>(shared.low);
   Drawing<MadeKeys> drawing{};
   drawing.key = key;
-  drawing.scale = heat.scale;
-  drawing.unit = heat.unit;
+  // NOTE: not heat's, which would be kept in registers while the filters need all.
+  drawing.unit = score_unit<SampleMath>(heat.inv_temperature);
+  drawing.scale = heat.inv_temperature * drawing.unit;
   drawing.shared_floor = &shared.floor;
   for (int sample = 0; sample < p.draws.num_samples; ++sample) {
     drawing.sample = sample;
