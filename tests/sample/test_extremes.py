@@ -168,7 +168,8 @@ def test_a_head_of_many_equal_logits(fuselage, device):
     assert abs(logprob.item() + math.log(vocab)) < 4e-6
 
 
-@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
 @pytest.mark.parametrize("options", [{}, {"top_k": 7}, {"top_p": 0.5, "return_logprobs": True}])
 def test_the_last_of_the_largest_vocabulary_is_drawn(fuselage, device, options):
     logits = torch.zeros(2, MOST, dtype=torch.bfloat16, device=device)
