@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Optional
 
 import torch
 from torch.autograd import forward_ad
 
 from ._arguments import refuse_wrong_kinds
+from ._ops import add_op_namespace_prefix
 
 # Inside a Function the op is called past its own, registered autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -49,6 +51,17 @@ def no_double_backward(op: str) -> None:
         raise RuntimeError(
             f"fuselage::{op}: the backward is not differentiable, create_graph=True not supported"
         )
+
+
+def register_autograd(name: str, backward: Callable, setup_context: Callable) -> None:
+    """Registers the backward of an op, for torch.compile and autocast."""
+
+    def once(ctx, *grads):
+        no_double_backward(name.removesuffix("_fwd"))
+        return backward(ctx, *grads)
+
+    qualified = add_op_namespace_prefix(name)
+    torch.library.register_autograd(qualified, once, setup_context=setup_context)
 
 
 def mark_written(*tensors: torch.Tensor) -> None:

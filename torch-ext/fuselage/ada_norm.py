@@ -9,9 +9,15 @@ import torch
 
 from ._arguments import refuse_wrong_kinds
 from ._autocast import Norm, Rule, register_autocast
-from ._autograd import below_autograd, needs_grad, no_double_backward, uses_registered
+from ._autograd import (
+    below_autograd,
+    needs_grad,
+    no_double_backward,
+    register_autograd,
+    uses_registered,
+)
 from ._fake import new_like, register_fake
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
 _layer_norm = ops.layer_norm.default
@@ -344,14 +350,10 @@ class _GateResidualAdaNorm(torch.autograd.Function):
         return _gate_residual_ada_norm_backward(ctx, grad_out, grad_new_residual)
 
 
-torch.library.register_autograd(
-    add_op_namespace_prefix("layer_norm_fwd"), _layer_norm_backward, setup_context=_layer_norm_setup
-)
-torch.library.register_autograd(
-    add_op_namespace_prefix("ada_norm_fwd"), _ada_norm_backward, setup_context=_ada_norm_setup
-)
-torch.library.register_autograd(
-    add_op_namespace_prefix("gate_residual_ada_norm_fwd"),
+register_autograd("layer_norm_fwd", _layer_norm_backward, setup_context=_layer_norm_setup)
+register_autograd("ada_norm_fwd", _ada_norm_backward, setup_context=_ada_norm_setup)
+register_autograd(
+    "gate_residual_ada_norm_fwd",
     _gate_residual_ada_norm_backward,
     setup_context=_gate_residual_ada_norm_setup,
 )

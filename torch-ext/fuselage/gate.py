@@ -17,10 +17,11 @@ from ._autograd import (
     mark_written,
     needs_grad,
     no_double_backward,
+    register_autograd,
     uses_registered,
 )
 from ._fake import new_like, register_fake
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
 _activation = ops.activation.default
@@ -624,7 +625,7 @@ for _op, _backward, _setup in (
     ("bias_act_fwd", _bias_act_backward, _bias_act_setup),
     ("add_mul_act_fwd", _add_mul_act_backward, _add_mul_act_setup),
 ):
-    torch.library.register_autograd(add_op_namespace_prefix(_op), _backward, setup_context=_setup)
+    register_autograd(_op, _backward, setup_context=_setup)
 
 
 register_autocast(Rule(("gate", "up")), "glu", "glu_fwd")

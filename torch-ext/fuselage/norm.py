@@ -13,10 +13,11 @@ from ._autograd import (
     mark_written,
     needs_grad,
     no_double_backward,
+    register_autograd,
     uses_registered,
 )
 from ._fake import new_like, register_fake
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
 _rms_norm = ops.rms_norm.default
@@ -257,11 +258,9 @@ class _FusedAddRMSNorm(torch.autograd.Function):
         return _fused_add_rms_norm_backward(ctx, grad_out, grad_new_residual)
 
 
-torch.library.register_autograd(
-    add_op_namespace_prefix("rms_norm_fwd"), _rms_norm_backward, setup_context=_rms_norm_setup
-)
-torch.library.register_autograd(
-    add_op_namespace_prefix("fused_add_rms_norm_fwd"),
+register_autograd("rms_norm_fwd", _rms_norm_backward, setup_context=_rms_norm_setup)
+register_autograd(
+    "fused_add_rms_norm_fwd",
     _fused_add_rms_norm_backward,
     setup_context=_fused_add_rms_norm_setup,
 )

@@ -8,9 +8,15 @@ from typing import Optional
 import torch
 
 from ._autocast import Norm, register_autocast
-from ._autograd import below_autograd, needs_grad, no_double_backward, uses_registered
+from ._autograd import (
+    below_autograd,
+    needs_grad,
+    no_double_backward,
+    register_autograd,
+    uses_registered,
+)
 from ._fake import new_like, register_fake
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
 _poly_norm = ops.poly_norm.default
@@ -264,16 +270,14 @@ class _GroupedPolyNorm(torch.autograd.Function):
         return _grouped_poly_norm_backward(ctx, grad_out)
 
 
-torch.library.register_autograd(
-    add_op_namespace_prefix("poly_norm_fwd"), _poly_norm_backward, setup_context=_poly_norm_setup
-)
-torch.library.register_autograd(
-    add_op_namespace_prefix("fused_mul_poly_norm_fwd"),
+register_autograd("poly_norm_fwd", _poly_norm_backward, setup_context=_poly_norm_setup)
+register_autograd(
+    "fused_mul_poly_norm_fwd",
     _fused_mul_poly_norm_backward,
     setup_context=_fused_mul_poly_norm_setup,
 )
-torch.library.register_autograd(
-    add_op_namespace_prefix("grouped_poly_norm_fwd"),
+register_autograd(
+    "grouped_poly_norm_fwd",
     _grouped_poly_norm_backward,
     setup_context=_grouped_poly_norm_setup,
 )

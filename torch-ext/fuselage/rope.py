@@ -13,10 +13,11 @@ from ._autograd import (
     mark_written,
     needs_grad,
     no_double_backward,
+    register_autograd,
     uses_registered,
 )
 from ._fake import new_like, register_fake
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
 _apply_rotary = ops.apply_rotary.default
@@ -430,13 +431,13 @@ class _QkNormRotary(torch.autograd.Function):
         return _qk_norm_rotary_backward(ctx, grad_q_out, grad_k_out)
 
 
-torch.library.register_autograd(
-    add_op_namespace_prefix("apply_rotary_fwd"),
+register_autograd(
+    "apply_rotary_fwd",
     _apply_rotary_backward,
     setup_context=_apply_rotary_setup,
 )
-torch.library.register_autograd(
-    add_op_namespace_prefix("qk_norm_rotary_fwd"),
+register_autograd(
+    "qk_norm_rotary_fwd",
     _qk_norm_rotary_backward,
     setup_context=_qk_norm_rotary_setup,
 )
