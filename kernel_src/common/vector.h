@@ -264,7 +264,8 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
                                                   int width) const {
     char* target = reinterpret_cast<char*>(row + column);
     const int shift = shift_of(target);
-    const int bytes = (dim - column) * static_cast<int>(sizeof(T));  // of the row from here on
+    // Of the row from here on. NOTE: cut, as those of a whole row may be more than an int holds.
+    const int bytes = min(dim - column, 2 * N) * static_cast<int>(sizeof(T));
     if constexpr (kBytes == 8 || kBytes == 16) {
       Vector before;
 #pragma unroll

@@ -83,9 +83,7 @@ Checked check(const Arguments& a) {
   Checked c{};
   c.dtype = check_dtype(a.op, a.x_name, a.x);
   c.dim = a.x.size(a.x.dim() - 1);
-  // Kernels count columns in 32 bits, up to a step behind the last.
-  FUSELAGE_CHECK(a.op, c.dim <= (int64_t{1} << 31) - (1 << 13), "the last dimension of `", a.x_name,
-                 "` must be at most 2^31 - 2^13, got ", shape_of(a.x));
+  check_columns(a.op, a.x_name, a.x);
   c.rows = rows_in(a.x);
   c.gate = check_modulation(a, "gate", a.gate, c.dtype, c.rows);
   c.scale = check_modulation(a, "scale", a.scale, c.dtype, c.rows);

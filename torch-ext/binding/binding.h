@@ -121,6 +121,14 @@ inline void check_same_shape(const char* op, const char* name, const Tensor& ten
                  ", got ", shape_of(tensor));
 }
 
+// Kernels count columns in 32 bits, up to a step past the end of a row.
+constexpr int64_t kMaxColumns = (int64_t{1} << 31) - (1 << 13);
+
+inline void check_columns(const char* op, const char* name, const Tensor& tensor) {
+  FUSELAGE_CHECK(op, tensor.size(tensor.dim() - 1) <= kMaxColumns, "the last dimension of `", name,
+                 "` must be at most 2^31 - 2^13, got ", shape_of(tensor));
+}
+
 // `tensor` is like `x` in device, shape and dtype.
 inline void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& x,
                        const char* x_name = "x") {

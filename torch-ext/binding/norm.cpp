@@ -88,8 +88,7 @@ Prepared check_forward(const char* op, const Tensor& x, const OptionalTensor& we
                        const Options& options, std::optional<ScalarType> out_dtype) {
   check_x(op, x);
   const DType x_dtype = check_dtype(op, "x", x);
-  FUSELAGE_CHECK(op, x.size(x.dim() - 1) < (int64_t{1} << 31),
-                 "the last dimension of `x` must be below 2^31, got ", shape_of(x));
+  check_columns(op, "x", x);
   check_eps(op, options.eps);
   check_not_nan(op, "weight_offset", options.weight_offset);
   return {check_vector(op, "weight", weight, x), x_dtype, check_out_dtype(op, out_dtype, x_dtype)};
@@ -194,6 +193,7 @@ std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad_out,
                                         bool needs_grad_weight) {
   const char* op = "rms_norm_bwd";
   check_x(op, x);
+  check_columns(op, "x", x);
   RmsNormBackward p{};
   p.x_dtype = check_dtype(op, "x", x);
   check_same_device(op, "grad_out", grad_out, x);

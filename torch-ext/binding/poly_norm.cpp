@@ -69,8 +69,7 @@ Inputs check(const Arguments& a) {
   FUSELAGE_CHECK(a.op, x.dim() >= 1, "`x` must have at least one dimension, got a scalar");
   const DType dtype = check_dtype(a.op, "x", x);
   const int64_t width = x.size(x.dim() - 1);
-  FUSELAGE_CHECK(a.op, width < (int64_t{1} << 31),
-                 "the last dimension of `x` must be below 2^31, got ", shape_of(x));
+  check_columns(a.op, "x", x);
   if (a.packed) {
     FUSELAGE_CHECK(a.op, width % 2 == 0,
                    "`x` without `mul` is packed, and its last dimension must be even, got ",

@@ -228,8 +228,7 @@ RotaryShape shape_from(const char* op, const char* name, const Tensor& q, const 
   shape.tokens = q.size(dims.tokens);
   shape.dim = q.size(q.dim() - 1);
   shape.interleaved = interleaved;
-  FUSELAGE_CHECK(op, shape.dim < (int64_t{1} << 31), "the last dimension of `", name,
-                 "` must be below 2^31, got ", shape_of(q));
+  check_columns(op, name, q);
   return shape;
 }
 

@@ -146,8 +146,7 @@ Head check_head(const char* op, const Tensor& hidden, const Tensor& weight,
   p.batch = hidden.size(0);
   p.vocab = weight.size(0);
   p.dim = hidden.size(1);
-  FUSELAGE_CHECK(op, p.dim < (int64_t{1} << 31), "`hidden` must have fewer than 2^31 columns, got ",
-                 shape_of(hidden));
+  check_columns(op, "hidden", hidden);
   if (weight_scale.has_value()) {
     const Tensor& scale = *weight_scale;
     check_same_device(op, "weight_scale", scale, hidden, "hidden");
