@@ -424,6 +424,17 @@ __device__ __forceinline__ void store(const Vector<T, N>& vector, T* row, int co
   }
 }
 
+// Zero where all values are, and NaN otherwise. That stands for sums over a row without statistics,
+// one that overflowed or holds a NaN: its gradient is NaN, but for that of a result which is not
+// used. There torch.compile has zeros, and zeros are what must come of them.
+template <int N>
+__device__ __forceinline__ float nan_unless_zero(const float (&values)[N]) {
+  float result = 0.0f;
+#pragma unroll
+  for (int k = 0; k < N; ++k) result = values[k] == 0.0f ? result : __uint_as_float(0x7fc00000u);
+  return result;
+}
+
 // Values rounded to T and back.
 template <typename T, int N>
 __device__ __forceinline__ void round_all(float (&values)[N]) {

@@ -159,12 +159,14 @@ static void ada_norm_backward_row(const AdaNormBackward& p, int64_t row,
   const AdaNormValues<X> weight(p.weight, 1), bias(p.bias, 0), gate(p.gate, row, 1),
       scale(p.scale, row, 0);
   const float mean = p.layer ? p.statistics[2 * row] : 0.0f;
-  const float rstd = p.layer ? p.statistics[2 * row + 1] : p.statistics[row];
+  float rstd = p.layer ? p.statistics[2 * row + 1] : p.statistics[row];
+  const bool unused = !(rstd > 0) && is_zero(grad_out, dim);  // see there
+  if (unused) rstd = 0;
 
   const bool needs_grad_s =
       p.grad_x != nullptr || p.grad_residual != nullptr || p.grad_gate != nullptr;
   float mean_g = 0, mean_product = 0;  // mean(g) and mean(g * xhat)
-  if (needs_grad_s) {
+  if (needs_grad_s && !unused) {
     double sums[2];
     sum_vectors_of<2>(dim, sums, [&](int64_t i, auto lanes, Floats* add) {
       const Floats xhat = (load(s + i, lanes) - mean) * rstd;
@@ -183,7 +185,7 @@ static void ada_norm_backward_row(const AdaNormBackward& p, int64_t row,
   const int64_t begin = row * dim;
   for_each_vector(0, dim, [&](int64_t i, auto lanes) {
     const Floats go = load(grad_out + i, lanes);
-    const Floats xhat = (load(s + i, lanes) - mean) * rstd;
+    const Floats xhat = unused ? Floats{} : (load(s + i, lanes) - mean) * rstd;
     const Floats factor = 1 + scale.at(i, lanes);
     if (of_a != nullptr) {
       const Floats a = p.scale_by_row ? go * factor : go;

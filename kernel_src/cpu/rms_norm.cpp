@@ -133,14 +133,18 @@ static void rms_norm_backward_rows(const RmsNormBackward& p, int64_t row,
   X* grad_x[kRows] = {};
   const X* grad_new_residual[kRows] = {};
   float rstd[kRows];
-  float mean[kRows] = {};  // of g * xhat
+  float mean[kRows] = {};   // of g * xhat
+  bool unused[kRows] = {};  // see is_zero
   for (int r = 0; r < kRows; ++r) {
     grad_out[r] = static_cast<const Out*>(p.grad_out) + (row + r) * p.grad_out_stride;
     x[r] = static_cast<const X*>(p.x) + (row + r) * p.x_stride;
     rstd[r] = p.rstd[row + r];
+    unused[r] = !(rstd[r] > 0) && is_zero(grad_out[r], dim);
+    if (unused[r]) rstd[r] = 0;
     if (p.grad_x == nullptr) continue;
     grad_x[r] = static_cast<X*>(p.grad_x) + (row + r) * dim;
-    mean[r] = rms_norm_backward_mean(grad_out[r], x[r], weight, dim, rstd[r], weight_offset);
+    if (!unused[r])
+      mean[r] = rms_norm_backward_mean(grad_out[r], x[r], weight, dim, rstd[r], weight_offset);
     if (p.grad_new_residual == nullptr) continue;
     grad_new_residual[r] =
         static_cast<const X*>(p.grad_new_residual) + (row + r) * p.grad_new_residual_stride;
@@ -150,7 +154,7 @@ static void rms_norm_backward_rows(const RmsNormBackward& p, int64_t row,
     Floats grad_weight = {};
     for (int r = 0; r < kRows; ++r) {
       const Floats go = load(grad_out[r] + i, lanes);
-      const Floats xhat = load(x[r] + i, lanes) * rstd[r];
+      const Floats xhat = unused[r] ? Floats{} : load(x[r] + i, lanes) * rstd[r];
       grad_weight += go * xhat;
       if (p.grad_x == nullptr) continue;
       const Floats g = go * rms_norm_factor(weight, weight_offset, i, lanes);

@@ -247,6 +247,17 @@ FUSELAGE_INLINE double sum_vectors(int64_t size, Term term) {
   return total;
 }
 
+// Whether all of a row is zero. A row without statistics, one that overflowed or holds a NaN, has a
+// gradient of NaN, but for that of a result which is not used: there torch.compile has zeros, and
+// zeros must come of them.
+template <class T>
+static bool is_zero(const T* row,  // [dim]
+                    int64_t dim) {
+  return sum_vectors(dim, [&](int64_t i, auto lanes) {
+           return load(row + i, lanes) == 0 ? Floats{} : broadcast(1);
+         }) == 0;
+}
+
 // As sum_vectors, of kCount sums at once: term(i, lanes, sums) adds to each of the kCount accumulators it is
 // given, nothing in lanes that are not there. Their blocks are shorter: sums of terms of either sign, as those of
 // a gradient, are small beside their terms.

@@ -702,7 +702,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       async_copy_wait(stages - 1);
     }
     const bool row_inside = row < p.rows;
-    const float rstd = Stages::kBulk ? next_rstd : rstds[stage * kBackwardThreads];
+    float rstd = Stages::kBulk ? next_rstd : rstds[stage * kBackwardThreads];
+    const bool lost = !(rstd > 0.0f);  // see nan_unless_zero
     if (Stages::kBulk && row + row_step < p.rows) next_rstd = p.rstd[row + row_step];
 
     // mean(g * xhat), where g = grad_out * factor and xhat = x * rstd.
@@ -715,6 +716,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         staged.grad_out(row, stage, j, g);
         staged.x(row, stage, j, x);
         dots[j] = 0.0f;
+        if (lost) {
+          dots[j] = nan_unless_zero(g);
+          continue;
+        }
 #pragma unroll
         for (int k = 0; k < N; ++k) dots[j] += g[k] * factors[j][k] * x[k];
       }
@@ -726,6 +731,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       // The sum had a barrier: all threads of the row are done with the row before it.
       if (turn > 0) start(row_to_start, stage_to_start);
     }
+    const bool unused = lost && dot[0] == 0.0f;
+    if (unused) rstd = 0.0f;
     const float x_factor = dot[0] / static_cast<float>(dim) * rstd * rstd * rstd;
 
     // grad_x = rstd * g - x * rstd^2 * mean(g * xhat), and this row's part of grad_weight.
@@ -736,6 +743,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         float g[N], x[N];
         staged.grad_out(row, stage, j, g);
         staged.x(row, stage, j, x);
+        if (unused) Vector<float, N>::zero().to_floats(x);
 #pragma unroll
         for (int k = 0; k < N; ++k) {
           g[k] *= rstd;
@@ -815,7 +823,8 @@ __global__ void __launch_bounds__(kMaxThreads)
   const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
   const T* grad_new_residual =
       static_cast<const T*>(p.grad_new_residual) + row * p.grad_new_residual_stride;
-  const float rstd = p.rstd[row];
+  float rstd = p.rstd[row];
+  const bool lost = !(rstd > 0.0f);  // see nan_unless_zero
   const int dim = static_cast<int>(p.dim);
   const int step = blockDim.x * N;
 
@@ -838,10 +847,16 @@ __global__ void __launch_bounds__(kMaxThreads)
   for (int column = threadIdx.x * N; column < dim; column += step) {
     float g[N], values[N];
     load_both(column, g, values);
+    if (lost) {
+      dot[0] += nan_unless_zero(g);
+      continue;
+    }
 #pragma unroll
     for (int k = 0; k < N; ++k) dot[0] += g[k] * values[k];
   }
   row_sum<false>(dot, 1, scratch, 0);
+  const bool unused = lost && dot[0] == 0.0f;
+  if (unused) rstd = 0.0f;
   const float mean_rstd = dot[0] * rstd / static_cast<float>(dim) * rstd;
 
 #pragma unroll 1
@@ -849,6 +864,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     const int column = start + threadIdx.x * N;
     float g[N], values[N];
     load_both(column, g, values);
+    if (unused) Vector<float, N>::zero().to_floats(values);
 #pragma unroll
     for (int k = 0; k < N; ++k) values[k] = rstd * g[k] - values[k] * rstd * mean_rstd;
     if (p.grad_new_residual != nullptr) {
@@ -875,7 +891,8 @@ __global__ void __launch_bounds__(256)
   for (int64_t row = first_row; row < last_row; ++row) {
     const float g = to_float(static_cast<const O*>(p.grad_out)[row * p.grad_out_stride + column]);
     const float x = to_float(static_cast<const T*>(p.x)[row * p.x_stride + column]);
-    sum += g * (x * p.rstd[row]);
+    const float rstd = p.rstd[row];
+    sum += g == 0.0f && !(rstd > 0.0f) ? 0.0f : g * (x * rstd);  // see nan_unless_zero
   }
   p.partials[blockIdx.y * p.dim + column] = sum;
 }

@@ -300,13 +300,34 @@ def _gate_residual_ada_norm_setup(ctx, inputs, output):
     _keep(ctx, new_residual, x, gate, scale, shift, weight, bias, statistics, needs_scale)
 
 
+def _gate_residual_backward(
+    needs: tuple[bool, ...], grad: torch.Tensor, x: Optional[torch.Tensor], gate
+) -> tuple:
+    """The gradients of x, residual and gate, of which x is given where that of the gate is needed.
+
+    This is where only `new_residual` was used: nothing of the norm's is read.
+    """
+    needs_x, needs_residual, needs_gate = needs
+    grad_x, grad_gate = grad if needs_x else None, None
+    if gate is not None and (needs_x or needs_gate):
+        rows = gate
+        if gate.dim() == 2 and grad.dim() > 2 and gate.shape[0] != 1:  # one for each batch element
+            rows = gate.view(gate.shape[0], *[1] * (grad.dim() - 2), gate.shape[1])
+        if needs_x:
+            grad_x = (grad * rows).to(grad.dtype)
+        if needs_gate:
+            grad_gate = (grad.float() * x.float()).sum_to_size(rows.shape)
+            grad_gate = grad_gate.view(gate.shape).to(gate.dtype)
+    return grad_x, grad if needs_residual else None, grad_gate
+
+
 def _gate_residual_ada_norm_backward(ctx, grad_out, grad_new_residual, grad_statistics=None):
     new_residual, x, gate, scale, shift, weight, bias, statistics = _kept(ctx)
-    if grad_out is None:  # only new_residual was used
+    needs = ctx.needs_input_grad[:7]
+    if grad_out is None:
         if grad_new_residual is None:
             return (None,) * 9
-        grad_out = torch.zeros_like(new_residual)
-    needs = ctx.needs_input_grad[:7]
+        return (*_gate_residual_backward(needs[:3], grad_new_residual, x, gate), *(None,) * 6)
     needs_x, needs_residual, *needs_others = needs
     # Without a gate, x and residual have one gradient.
     own_x = needs_x and gate is not None
