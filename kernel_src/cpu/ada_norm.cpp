@@ -86,14 +86,26 @@ static double ada_norm_add_sum(const X* x,         // [dim]
   });
 }
 
-// The sum of (s - mean)^2.
-template <class X>
-static double ada_norm_sum_squares(const X* s,  // [dim]
-                                   int64_t dim, float mean) {
-  return sum_vectors(dim, [&](int64_t i, auto lanes) {
-    const Floats centred = ada_norm_cut(load(s + i, lanes) - mean, lanes);
-    return centred * centred;
-  });
+// The sums of (s - mean)^2, and of s - mean where kRest.
+template <bool kRest, class X>
+static void ada_norm_sum_deviations(const X* s,  // [dim]
+                                    int64_t dim, float mean, double (&sums)[2]) {
+  const auto centred = [&](int64_t i, auto lanes) {
+    return ada_norm_cut(load(s + i, lanes) - mean, lanes);
+  };
+  if constexpr (kRest) {
+    sum_vectors_of<2>(dim, sums, [&](int64_t i, auto lanes, Floats* add) {
+      const Floats deviation = centred(i, lanes);
+      add[0] += deviation * deviation;
+      add[1] += deviation;
+    });
+  } else {
+    sums[0] = sum_vectors(dim, [&](int64_t i, auto lanes) {
+      const Floats deviation = centred(i, lanes);
+      return deviation * deviation;
+    });
+    sums[1] = 0;
+  }
 }
 
 template <class X>
@@ -113,10 +125,20 @@ static void ada_norm_forward_rows(const AdaNormForward& p, int64_t row_begin, in
       sum = ada_norm_sum(s, p.dim);
     }
     const float mean = p.layer ? static_cast<float>(sum / dim) : 0.0f;
-    const double sum_squares = ada_norm_sum_squares(s, p.dim, mean);
-    const float rstd = 1 / __builtin_sqrtf(static_cast<float>(sum_squares / dim) + p.eps);
+    // In float32 inputs a mean that is large against the deviations costs accuracy: it is off by
+    // `rest`, their mean. Of half precision the sum is exact, or next to it.
+    constexpr bool kNeedsRest = sizeof(X) == sizeof(float);
+    double sums[2];
+    if (p.layer) {
+      ada_norm_sum_deviations<kNeedsRest>(s, p.dim, mean, sums);
+    } else {
+      ada_norm_sum_deviations<false>(s, p.dim, mean, sums);
+    }
+    const double rest = sums[1] / dim, variance = sums[0] / dim - rest * rest;
+    const float rstd = 1 / __builtin_sqrtf(static_cast<float>(variance < 0 ? 0 : variance) + p.eps);
+    const float offset = static_cast<float>(-rest) * rstd;
     if (p.statistics != nullptr && p.layer) {
-      p.statistics[2 * row] = mean;
+      p.statistics[2 * row] = static_cast<float>(mean + rest);
       p.statistics[2 * row + 1] = rstd;
     } else if (p.statistics != nullptr) {
       p.statistics[row] = rstd;
@@ -124,7 +146,8 @@ static void ada_norm_forward_rows(const AdaNormForward& p, int64_t row_begin, in
 
     const AdaNormValues<X> scale(p.scale, row, 0), shift(p.shift, row, 0);
     for_each_vector(0, p.dim, [&](int64_t i, auto lanes) {
-      const Floats xhat = (load(s + i, lanes) - mean) * rstd;
+      Floats xhat = (load(s + i, lanes) - mean) * rstd;
+      if constexpr (kNeedsRest) xhat += offset;
       const Floats y = xhat * weight.at(i, lanes) + bias.at(i, lanes);
       store(out + i, y * (1 + scale.at(i, lanes)) + shift.at(i, lanes), lanes);
     });

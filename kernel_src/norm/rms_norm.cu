@@ -15,8 +15,8 @@
 // and ends on a 16-byte boundary; without, rows may start anywhere, and pass through shared memory
 // both ways (common/staged.h), as do all of which the output has another type than x: that is too
 // rare for kernels of its own. Which thread has which columns, and so the order of every sum, is
-// the same, but for a backward whose unaligned rows fill the shared memory and are cut over more
-// blocks.
+// the same, but for a backward whose unaligned rows fill the shared memory: a block then has fewer
+// of them, or a row more blocks (docs/design-decisions.md).
 #include "norm/rms_norm.h"
 
 #include <type_traits>

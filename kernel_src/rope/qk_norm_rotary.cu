@@ -354,7 +354,8 @@ __global__ void __launch_bounds__(kQkNormThreads, kAligned ? kQkNormBackwardBloc
           row[1] = sums[0][1];
         }
         row[0] = reciprocal_sqrt(fmaf(row[0], per_column, p.eps));
-        row[1] *= per_column * row[0] * row[0] * row[0];
+        // NOTE: in this order no factor leaves the range of float32 before the result does.
+        row[1] = row[1] * per_column * row[0] * row[0] * row[0];
 
 #pragma unroll
         for (int i = 0; i < kHeads; ++i) {

@@ -448,3 +448,34 @@ def test_many_rows(fuselage, device, dtype):
     inputs = op.inputs((2, 20_001 if device == "cuda" else 2001, 64), dtype, device)
     check_values(op, fuselage, inputs, {})
     check_gradients(op, fuselage, inputs, {})
+
+
+# Rows whose elements are all alike
+
+# (x - mean) * rstd is zero. A mean of float32 values is wrong by 2^-18 of their size at most (a
+# thread's 69 additions in turn), and what it is wrong by is known, and taken off, to as much of it.
+# eps makes rstd 316.
+NEXT_TO_ZERO = 2.0**-18 * 2.0**-18 * 317
+# A GPU takes the mean of half precision as it is. Sums of up to 2^13 values of 11 bits are exact.
+NEXT_TO_ZERO_OF_LONG_HALVES = 2.0**-18 * 317
+
+
+@each_dtype
+@pytest.mark.parametrize("value", [300.1, -7.3, 1e-3, 6e4])
+@on_devices((1, 2, 3, 7, 9, 96, 1000), (1, 2, 3, 7, 9, 96, 1000, 4096, 4099, 12289, 65552, 140008))
+def test_constant_rows(fuselage, device, dtype, value, dim):
+    x = torch.full((5, dim), value, device=device).to(dtype).requires_grad_()
+    out = fuselage.layer_norm(x, eps=1e-5)
+    limit = NEXT_TO_ZERO if dtype == torch.float32 else 0.0
+    if dtype in HALVES and device == "cuda" and dim > 8192:
+        limit = NEXT_TO_ZERO_OF_LONG_HALVES
+    assert out.abs().max() <= abs(value) * limit
+    if limit == NEXT_TO_ZERO_OF_LONG_HALVES:
+        return
+    grad = normal((5, dim), dtype, device)
+    out.backward(grad)
+    # Of a row without deviations xhat is zero, and the gradient rstd * (grad - mean(grad)).
+    centred = grad.double() - grad.double().mean(-1, keepdim=True)
+    expected = centred / (1e-5**0.5)
+    terms = (grad.double().abs() + grad.double().abs().mean(-1, keepdim=True)) * 317
+    assert_close(x.grad, expected, "grad_x", terms=terms)

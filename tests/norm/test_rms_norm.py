@@ -173,3 +173,42 @@ def test_backward_checks_its_arguments(fuselage, device):
         bad = [*good[:index], wrong, *good[index + 1 :]]
         with pytest.raises(RuntimeError, match=rf"fuselage::rms_norm_bwd: `({name})`"):
             fuselage.norm.ops.rms_norm_bwd(*bad)
+
+
+# Alignment
+
+
+def moved(t: torch.Tensor, start: int) -> torch.Tensor:
+    """`t`, `start` elements behind where an allocation begins."""
+    return torch.cat([t.new_zeros(start), t.flatten()])[start:].view(t.shape)
+
+
+def with_gradients(fuselage, x, weight, grad_out, out_dtype) -> dict:
+    leaves = {"x": x.detach().requires_grad_(), "weight": weight.detach().requires_grad_()}
+    out = fuselage.rms_norm(**leaves, out_dtype=out_dtype)
+    out.backward(grad_out)
+    return {"out": out.detach(), **{f"grad_{name}": t.grad for name, t in leaves.items()}}
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32], ids=str)
+@on_devices((96, 1000, 5120), (96, 1000, 5120, 8192))
+def test_bits_wherever_a_tensor_begins(fuselage, device, out_dtype, dim):
+    """But for the one exception of docs/design-decisions.md, which is as accurate."""
+    x = normal((924, dim), torch.float16, device)
+    weight = normal((dim,), torch.float16, device)
+    grad_out = normal((924, dim), out_dtype, device)
+    expected = with_gradients(fuselage, x, weight, grad_out, out_dtype)
+    # What both have room for in an H200's shared memory, less may not be in another's.
+    room = device == "cpu" or torch.cuda.get_device_capability() == (9, 0)
+    for start in (1, 8, 13):
+        for of_grad_out in (0, start):
+            args = (moved(x, start), weight, moved(grad_out, of_grad_out), out_dtype)
+            actual = with_gradients(fuselage, *args)
+            if device == "cuda" and (out_dtype == torch.float32 or not room):
+                actual.pop("grad_weight")
+            for name, value in actual.items():
+                assert_same_bits(value, expected[name], f"{name}, {start} elements off")
+    if device == "cuda" and out_dtype == torch.float32:
+        inputs = {"x": moved(x, 13), "weight": weight}
+        options = {"out_dtype": out_dtype}
+        check_gradients(RMS_NORM, fuselage, inputs, options, grad_outs={"out": grad_out})

@@ -38,7 +38,8 @@ def poly_norm(
         out  = weight[0] * N(x^3) + weight[1] * N(x^2) + weight[2] * N(x) + bias
 
     All arithmetic is in float32, and rounded once at the end. `x^6` overflows float32 for `x` above
-    2.6e6; the cube's term of such a row is then zero, as in PyTorch's formula in float32.
+    2.6e6; the cube's term of such a row is then zero, as in PyTorch's formula in float32. Its
+    gradients may be infinite or NaN, as where `grad_out * x^3`, summed over a row, overflows.
 
     Args:
         x: `[..., dim]`, float16, bfloat16 or float32. Rows of adjacent elements with one stride
