@@ -86,26 +86,22 @@ static double ada_norm_add_sum(const X* x,         // [dim]
   });
 }
 
-// The sums of (s - mean)^2, and of s - mean where kRest.
-template <bool kRest, class X>
-static void ada_norm_sum_deviations(const X* s,  // [dim]
-                                    int64_t dim, float mean, double (&sums)[2]) {
-  const auto centred = [&](int64_t i, auto lanes) {
-    return ada_norm_cut(load(s + i, lanes) - mean, lanes);
-  };
-  if constexpr (kRest) {
-    sum_vectors_of<2>(dim, sums, [&](int64_t i, auto lanes, Floats* add) {
-      const Floats deviation = centred(i, lanes);
-      add[0] += deviation * deviation;
-      add[1] += deviation;
-    });
-  } else {
-    sums[0] = sum_vectors(dim, [&](int64_t i, auto lanes) {
-      const Floats deviation = centred(i, lanes);
-      return deviation * deviation;
-    });
-    sums[1] = 0;
-  }
+// The sum of (s - mean)^2.
+template <class X>
+static double ada_norm_sum_squares(const X* s,  // [dim]
+                                   int64_t dim, float mean) {
+  return sum_vectors(dim, [&](int64_t i, auto lanes) {
+    const Floats centred = ada_norm_cut(load(s + i, lanes) - mean, lanes);
+    return centred * centred;
+  });
+}
+
+// The sum of s - mean.
+template <class X>
+static double ada_norm_sum_deviations(const X* s,  // [dim]
+                                      int64_t dim, float mean) {
+  return sum_vectors(
+      dim, [&](int64_t i, auto lanes) { return ada_norm_cut(load(s + i, lanes) - mean, lanes); });
 }
 
 template <class X>
@@ -125,17 +121,20 @@ static void ada_norm_forward_rows(const AdaNormForward& p, int64_t row_begin, in
       sum = ada_norm_sum(s, p.dim);
     }
     const float mean = p.layer ? static_cast<float>(sum / dim) : 0.0f;
+    double variance = ada_norm_sum_squares(s, p.dim, mean) / dim, rest = 0;
+    const auto rstd_of = [&] {
+      return 1 / __builtin_sqrtf(static_cast<float>(variance < 0 ? 0 : variance) + p.eps);
+    };
+    float rstd = rstd_of();
     // In float32 inputs a mean that is large against the deviations costs accuracy: it is off by
-    // `rest`, their mean. Of half precision the sum is exact, or next to it.
-    constexpr bool kNeedsRest = sizeof(X) == sizeof(float);
-    double sums[2];
-    if (p.layer) {
-      ada_norm_sum_deviations<kNeedsRest>(s, p.dim, mean, sums);
-    } else {
-      ada_norm_sum_deviations<false>(s, p.dim, mean, sums);
+    // `rest`, their mean. Of half precision the sum is exact, or next to it. Few rows have such a
+    // mean: their deviations are summed up by themselves.
+    constexpr bool kMayNeedRest = sizeof(X) == sizeof(float);
+    if (kMayNeedRest && __builtin_fabsf(mean) * rstd > 4) {
+      rest = ada_norm_sum_deviations(s, p.dim, mean) / dim;
+      variance -= rest * rest;
+      rstd = rstd_of();
     }
-    const double rest = sums[1] / dim, variance = sums[0] / dim - rest * rest;
-    const float rstd = 1 / __builtin_sqrtf(static_cast<float>(variance < 0 ? 0 : variance) + p.eps);
     const float offset = static_cast<float>(-rest) * rstd;
     if (p.statistics != nullptr && p.layer) {
       p.statistics[2 * row] = static_cast<float>(mean + rest);
@@ -147,7 +146,7 @@ static void ada_norm_forward_rows(const AdaNormForward& p, int64_t row_begin, in
     const AdaNormValues<X> scale(p.scale, row, 0), shift(p.shift, row, 0);
     for_each_vector(0, p.dim, [&](int64_t i, auto lanes) {
       Floats xhat = (load(s + i, lanes) - mean) * rstd;
-      if constexpr (kNeedsRest) xhat += offset;
+      if constexpr (kMayNeedRest) xhat += offset;
       const Floats y = xhat * weight.at(i, lanes) + bias.at(i, lanes);
       store(out + i, y * (1 + scale.at(i, lanes)) + shift.at(i, lanes), lanes);
     });
@@ -181,15 +180,17 @@ static void ada_norm_backward_row(const AdaNormBackward& p, int64_t row,
   const X* x = p.x == nullptr ? nullptr : static_cast<const X*>(p.x) + row * p.x_stride;
   const AdaNormValues<X> weight(p.weight, 1), bias(p.bias, 0), gate(p.gate, row, 1),
       scale(p.scale, row, 0);
-  const float mean = p.layer ? p.statistics[2 * row] : 0.0f;
+  float mean = p.layer ? p.statistics[2 * row] : 0.0f;
   float rstd = p.layer ? p.statistics[2 * row + 1] : p.statistics[row];
-  const bool unused = !(rstd > 0) && is_zero(grad_out, dim);  // see there
-  if (unused) rstd = 0;
+  if (!(rstd > 0) && is_zero(grad_out, dim)) {  // see there
+    s = grad_out;                               // what is read in place of the row is zero
+    mean = rstd = 0;
+  }
 
   const bool needs_grad_s =
       p.grad_x != nullptr || p.grad_residual != nullptr || p.grad_gate != nullptr;
   float mean_g = 0, mean_product = 0;  // mean(g) and mean(g * xhat)
-  if (needs_grad_s && !unused) {
+  if (needs_grad_s) {
     double sums[2];
     sum_vectors_of<2>(dim, sums, [&](int64_t i, auto lanes, Floats* add) {
       const Floats xhat = (load(s + i, lanes) - mean) * rstd;
@@ -208,7 +209,7 @@ static void ada_norm_backward_row(const AdaNormBackward& p, int64_t row,
   const int64_t begin = row * dim;
   for_each_vector(0, dim, [&](int64_t i, auto lanes) {
     const Floats go = load(grad_out + i, lanes);
-    const Floats xhat = unused ? Floats{} : (load(s + i, lanes) - mean) * rstd;
+    const Floats xhat = (load(s + i, lanes) - mean) * rstd;
     const Floats factor = 1 + scale.at(i, lanes);
     if (of_a != nullptr) {
       const Floats a = p.scale_by_row ? go * factor : go;

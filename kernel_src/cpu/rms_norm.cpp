@@ -140,7 +140,11 @@ static void rms_norm_backward_rows(const RmsNormBackward& p, int64_t row,
     x[r] = static_cast<const X*>(p.x) + (row + r) * p.x_stride;
     rstd[r] = p.rstd[row + r];
     unused[r] = !(rstd[r] > 0) && is_zero(grad_out[r], dim);
-    if (unused[r]) rstd[r] = 0;
+    if (unused[r]) {
+      rstd[r] = 0;
+      // What is read in place of the row is zero: no test of every vector.
+      if constexpr (sizeof(X) <= sizeof(Out)) x[r] = reinterpret_cast<const X*>(grad_out[r]);
+    }
     if (p.grad_x == nullptr) continue;
     grad_x[r] = static_cast<X*>(p.grad_x) + (row + r) * dim;
     if (!unused[r])
@@ -154,7 +158,8 @@ static void rms_norm_backward_rows(const RmsNormBackward& p, int64_t row,
     Floats grad_weight = {};
     for (int r = 0; r < kRows; ++r) {
       const Floats go = load(grad_out[r] + i, lanes);
-      const Floats xhat = unused[r] ? Floats{} : load(x[r] + i, lanes) * rstd[r];
+      Floats xhat = load(x[r] + i, lanes) * rstd[r];
+      if (sizeof(X) > sizeof(Out) && unused[r]) xhat = Floats{};
       grad_weight += go * xhat;
       if (p.grad_x == nullptr) continue;
       const Floats g = go * rms_norm_factor(weight, weight_offset, i, lanes);
