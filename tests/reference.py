@@ -519,6 +519,8 @@ def _columns_of(table: Tensor, x: Tensor, interleaved, heads_dim, rotary_dim, po
         table = table.squeeze(heads_dim)
     if rotary_dim is not None and rotary_dim == 2 * table.shape[-1]:
         table = table.repeat_interleave(2, -1) if interleaved else torch.cat((table, table), -1)
+    if x.dim() == 3 and position_ids is not None and position_ids.dim() == 1:
+        return table[:, None]  # packed: [tokens, heads, dim]
     table = table if table.dim() == 3 else table[None]
     return table if x.dim() == 3 else table.unsqueeze(heads_dim)
 
@@ -539,7 +541,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -
 
 
 def apply_rotary(
-    q: Tensor,  # [batch, tokens, heads, dim], [batch, heads, tokens, dim] or [batch, tokens, dim]
+    # [batch, tokens, heads, dim], [batch, heads, tokens, dim], [batch, tokens, dim], or with
+    # position_ids of one dimension [tokens, heads, dim]
+    q: Tensor,
     k: Tensor | None,
     cos: Tensor,
     sin: Tensor,

@@ -27,8 +27,11 @@ class Case:
     table_dtype: torch.dtype | None = None
     table_batch: int | None = None
     positions: str | None = None
+    packed: bool = False  # [tokens, heads, dim], with positions="shared_ids:..."
 
     def shape(self, heads: int | None) -> tuple[int, ...]:
+        if self.packed:
+            return (self.tokens, heads, self.dim)
         if heads is None:
             return (self.batch, self.tokens, self.dim)
         middle = (self.tokens, heads) if self.heads_dim == 2 else (heads, self.tokens)

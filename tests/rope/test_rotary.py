@@ -65,6 +65,10 @@ KINDS = {
     "offset": Case(positions="offset"),
     "offsets": Case(positions="offsets:int32"),
     "one_offset": Case(positions="one_offset:int64"),
+    "packed": Case(packed=True, positions="shared_ids:int64"),
+    "packed_square": Case(
+        tokens=4, k_heads=4, rotary_dim=32, half=True, packed=True, positions="shared_ids:int32"
+    ),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -653,12 +657,79 @@ def test_the_longest_head_of_the_norm(fuselage):
             refuses(op, fuselage, inputs, {}, f"`q` must be at most {most} on a GPU", "rms_norm")
 
 
+# Packed: [tokens, heads, dim]
+
+
+@pytest.mark.kernels_ci
+@each_name
+@pytest.mark.parametrize("tokens", [1, 3, 4, 70])
+def test_packed_has_the_bits_of_one_sequence(fuselage, device, name, tokens):
+    """Also where there are as many tokens as heads, and q and k are parts of one projection."""
+    case = Case(1, tokens, 4, 4, packed=True, positions="shared_ids:int64")
+    op, inputs = case.make(name, torch.bfloat16, device)
+    whole = normal((tokens, 12, 64), torch.bfloat16, device)
+    inputs |= {"q": whole[:, :4], "k": whole[:, 4:8]}
+    unpacked = {n: t[None] if n in "qk" else t for n, t in inputs.items()}
+    actual, expected = (op.run(fuselage, i, {}) for i in (inputs, unpacked))
+    grad_outs = random_grad_outs(actual)
+    grads = check_rotary_gradients(op, fuselage, inputs, grad_outs=grad_outs)
+    grad_outs = {n: g[None] for n, g in grad_outs.items()}
+    expected_grads = check_rotary_gradients(op, fuselage, unpacked, grad_outs=grad_outs)
+    for n, out in actual.items():
+        assert_same_bits(out, expected[n][0], n)
+    for n, grad in grads.items():
+        assert_same_bits(grad, expected_grads[n].view(grad.shape), f"gradient of {n}")
+    if name == "apply_rotary":
+        before = whole[:, 8:].clone()
+        replace(op, name="apply_rotary_").run(fuselage, inputs, {})
+        assert_same_bits(whole[:, :4], expected["q_out"][0], "q in place")
+        assert_same_bits(whole[:, 4:8], expected["k_out"][0], "k in place")
+        assert_same_bits(whole[:, 8:], before, "v")
+
+
+@pytest.mark.kernels_ci
+@each_name
+def test_what_may_be_packed_or_not_is_refused(fuselage, device, name):
+    op, inputs = Case(4, 4, None, None, 8).make(name, torch.float32, device)
+    cos, sin = op.defaults["cos"], op.defaults["sin"]
+    ids = torch.arange(4, device=device)
+    refuses(op, fuselage, inputs, {}, "`q`", r"\[1, tokens, columns\]", r"position_ids of \[tokens")
+    wrong = {"position_ids": ids[:3]}
+    refuses(op, fuselage, inputs, wrong, "`position_ids` must have shape", "where `q` is packed")
+    if name == "apply_rotary":
+        kept = inputs["q"].clone()
+        with pytest.raises(RuntimeError, match=r"fuselage::apply_rotary_: `q` .*or packed"):
+            replace(op, name="apply_rotary_").run(fuselage, inputs, {})
+        assert_same_bits(inputs["q"], kept, "q, which was refused")
+    # Either way to be explicit is taken, and they differ.
+    batched, indexed, packed = (
+        op.run(fuselage, inputs, options)["q_out"]
+        for options in (
+            {"cos": cos[None], "sin": sin[None]},
+            {"position_ids": ids[None]},
+            {"position_ids": ids},
+        )
+    )
+    assert_same_bits(batched, indexed, "tables of [1, tokens, columns], ids of [1, tokens]")
+    turned = {n: t.transpose(0, 1) if n in "qk" else t for n, t in inputs.items()}
+    expected = op.run(fuselage, turned, {"position_ids": ids[None]})["q_out"]
+    assert_same_bits(packed.transpose(0, 1), expected, "packed")
+    assert not torch.equal(packed, batched)
+    # One sequence of one token is the same in both.
+    one = {n: t[:1, :1] if n in "qk" else t for n, t in inputs.items()}
+    op.run(fuselage, one, {"cos": cos[:1], "sin": sin[:1]})
+
+
 # In place
 
 
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize(
-    "kind", ["llama", "q_alone", "partial", "partial_odd", "heads_first", "offsets", "interleaved"]
+    "kind",
+    [
+        *("llama", "q_alone", "partial", "partial_odd", "heads_first", "offsets", "interleaved"),
+        *("packed", "packed_square"),
+    ],
 )
 def test_in_place(fuselage, device, kind):
     op, inputs = KINDS[kind].make("apply_rotary", torch.bfloat16, device)

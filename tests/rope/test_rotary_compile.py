@@ -65,8 +65,9 @@ def check_compiled(kernel, device, name, case, backend, *, training: bool) -> No
         Case(positions="one_offset:int64"),
         Case(positions="offset"),
         Case(q_heads=None, k_heads=None, dim=96, interleaved=True),
+        Case(packed=True, positions="shared_ids:int64"),
     ],
-    ids=["plain", "partial", "ids", "one_offset", "offset", "three_dimensions"],
+    ids=["plain", "partial", "ids", "one_offset", "offset", "three_dimensions", "packed"],
 )
 def test_compile(fuselage, device, name, case, training):
     check_compiled(fuselage, device, name, case, "aot_eager", training=training)

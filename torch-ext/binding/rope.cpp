@@ -8,20 +8,30 @@ namespace {
 
 // ---- heads ----
 
-// The dimensions of a tensor that count tokens and heads; -1 where it has none of heads.
-struct Dims {
-  int64_t tokens, heads;
+struct Options {
+  const OptionalTensor& position_ids;
+  const OptionalTensor& offsets;
+  std::optional<int64_t> offset;
+  bool interleaved;
+  int64_t heads_dim;
+  std::optional<int64_t> rotary_dim;
 };
 
-Dims check_q(const char* op, const char* name, const Tensor& q, int64_t heads_dim) {
+// The dimensions of a tensor that count sequences, tokens and heads; -1 where it has none of them.
+struct Dims {
+  int64_t batch, tokens, heads;
+};
+
+Dims check_q(const char* op, const char* name, const Tensor& q, const Options& options) {
   FUSELAGE_CHECK(op, q.dim() == 3 || q.dim() == 4, "`", name,
-                 "` must have shape [batch, tokens, dim], or four dimensions with one of heads, "
-                 "got ",
+                 "` must have shape [batch, tokens, dim], or four dimensions with one of heads, or "
+                 "be packed, [tokens, heads, dim], with position_ids of [tokens], got ",
                  shape_of(q));
-  FUSELAGE_CHECK(op, heads_dim == 1 || heads_dim == 2, "`heads_dim` must be 1 or 2, got ",
-                 heads_dim);
-  if (q.dim() == 3) return {1, -1};
-  return {3 - heads_dim, heads_dim};
+  FUSELAGE_CHECK(op, options.heads_dim == 1 || options.heads_dim == 2,
+                 "`heads_dim` must be 1 or 2, got ", options.heads_dim);
+  if (q.dim() == 4) return {0, 3 - options.heads_dim, options.heads_dim};
+  const bool packed = options.position_ids.has_value() && options.position_ids->dim() == 1;
+  return packed ? Dims{-1, 0, 1} : Dims{0, 1, -1};
 }
 
 // `k` is as `q` but for the number of heads.
@@ -42,7 +52,7 @@ int64_t heads_of(const Tensor& tensor, const Dims& dims) {
 }
 
 Heads view_of(const Tensor& tensor, const Dims& dims, void* data) {
-  return {data, tensor.stride(0), tensor.stride(dims.tokens),
+  return {data, dims.batch < 0 ? 0 : tensor.stride(dims.batch), tensor.stride(dims.tokens),
           dims.heads < 0 ? 0 : tensor.stride(dims.heads)};
 }
 
@@ -73,15 +83,6 @@ Tensor empty_heads(const Tensor& like) {
 }
 
 // ---- cos and sin ----
-
-struct Options {
-  const OptionalTensor& position_ids;
-  const OptionalTensor& offsets;
-  std::optional<int64_t> offset;
-  bool interleaved;
-  int64_t heads_dim;
-  std::optional<int64_t> rotary_dim;
-};
 
 // A table without its dimension of heads, if it has one, as [batch or 1, rows, width].
 struct Table {
@@ -165,7 +166,12 @@ Positions check_positions(const char* op, const char* q_name, const Tensor& q, c
     FUSELAGE_CHECK(
         op, fits, "`cos` must have shape [", shape.tokens, ", columns] or [", shape.batch,
         " or 1, ", shape.tokens, ", columns] for `", q_name, "` ", shape_of(q),
-        " (a longer table takes position_ids or an offset, which may be 0), got ", shape_of(cos));
+        " (a longer table takes position_ids or an offset, which may be 0; a packed `", q_name,
+        "`, [tokens, heads, dim], takes position_ids of [tokens]), got ", shape_of(cos));
+    const bool ambiguous = q.dim() == 3 && cos.dim() == 2 && shape.batch == shape.tokens;
+    FUSELAGE_CHECK(op, !ambiguous || shape.tokens < 2, "`", q_name, "` ", shape_of(q),
+                   " may be [batch, tokens, dim], which takes `cos` of [1, tokens, columns] here, "
+                   "or packed, [tokens, heads, dim], which takes position_ids of [tokens]");
     table.rows = shape.tokens;
   }
   FUSELAGE_CHECK(op, table.rows > 0 || shape.batch * shape.tokens == 0,
@@ -187,7 +193,9 @@ Positions check_positions(const char* op, const char* q_name, const Tensor& q, c
                       (ids.dim() == 2 && ids.size(1) == shape.tokens &&
                        (ids.size(0) == 1 || ids.size(0) == shape.batch));
     FUSELAGE_CHECK(op, fits, "`position_ids` must have shape [", shape.tokens, "] or [",
-                   shape.batch, " or 1, ", shape.tokens, "], got ", shape_of(ids));
+                   shape.batch, " or 1, ", shape.tokens, "]",
+                   q.dim() == 4 ? "" : " (of one dimension where `q` is packed, of two otherwise)",
+                   ", got ", shape_of(ids));
     table.positions = ids.const_data_ptr();
     table.narrow_positions = ids.scalar_type() == ScalarType::Int;
     table.position_batch_stride = ids.dim() == 1 || ids.size(0) == 1 ? 0 : ids.stride(0);
@@ -224,7 +232,7 @@ RotaryShape shape_from(const char* op, const char* name, const Tensor& q, const 
                        bool interleaved) {
   RotaryShape shape{};
   shape.dtype = check_dtype(op, name, q);
-  shape.batch = q.size(0);
+  shape.batch = dims.batch < 0 ? 1 : q.size(dims.batch);
   shape.tokens = q.size(dims.tokens);
   shape.dim = q.size(q.dim() - 1);
   shape.interleaved = interleaved;
@@ -268,7 +276,7 @@ void run(const char* op, const Rotary& p, const Tensor& q) {
 std::tuple<Tensor, Tensor> rotated(const char* op, const char* q_name, const Tensor& q,
                                    const char* k_name, const OptionalTensor& k, const Tensor& cos,
                                    const Tensor& sin, const Options& options, bool inverse) {
-  const Dims dims = check_q(op, q_name, q, options.heads_dim);
+  const Dims dims = check_q(op, q_name, q, options);
   Rotary p{};
   p.shape = shape_from(op, q_name, q, dims, options.interleaved);
   if (k.has_value()) check_k(op, k_name, *k, q_name, q, dims);
@@ -402,7 +410,7 @@ void apply_rotary_(const Tensor& q, const OptionalTensor& k, const Tensor& cos, 
                    std::optional<int64_t> rotary_dim) {
   const char* op = "apply_rotary_";
   const Options options{position_ids, offsets, offset, interleaved, heads_dim, rotary_dim};
-  const Dims dims = check_q(op, "q", q, heads_dim);
+  const Dims dims = check_q(op, "q", q, options);
   Rotary p{};
   p.shape = shape_from(op, "q", q, dims, interleaved);
   if (k.has_value()) check_k(op, "k", *k, "q", q, dims);
@@ -440,7 +448,7 @@ std::tuple<Tensor, Tensor> qk_norm_rotary(
     bool interleaved, int64_t heads_dim, std::optional<int64_t> rotary_dim) {
   const char* op = "qk_norm_rotary";
   const Options options{position_ids, offsets, offset, interleaved, heads_dim, rotary_dim};
-  const Dims dims = check_q(op, "q", q, heads_dim);
+  const Dims dims = check_q(op, "q", q, options);
   QkNormRotary p{};
   p.shape = shape_from(op, "q", q, dims, interleaved);
   if (k.has_value()) check_k(op, "k", *k, "q", q, dims);
@@ -495,7 +503,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> qk_norm_rotary_bwd(
     bool needs_grad_k, bool needs_grad_q_weight, bool needs_grad_k_weight) {
   const char* op = "qk_norm_rotary_bwd";
   const Options options{position_ids, offsets, offset, interleaved, heads_dim, rotary_dim};
-  const Dims dims = check_q(op, "q", q, heads_dim);
+  const Dims dims = check_q(op, "q", q, options);
   QkNormRotaryBackward p{};
   p.shape = shape_from(op, "q", q, dims, interleaved);
   if (k.has_value()) check_k(op, "k", *k, "q", q, dims);

@@ -55,23 +55,28 @@ def apply_rotary(
 
     Args:
         q: `[batch, tokens, heads, dim]`, `[batch, heads, tokens, dim]` with `heads_dim=1`, or
-            `[batch, tokens, dim]` for one head; float16, bfloat16 or float32. Any strides are read
-            in place, as those of a transposed view or a slice, if the elements of a head are
-            adjacent.
+            `[batch, tokens, dim]` for one head; or packed, `[tokens, heads, dim]` as serving
+            engines have it, with `position_ids` of `[tokens]`. float16, bfloat16 or float32. Any
+            strides are read in place, as those of a transposed view or a slice, if the elements of
+            a head are adjacent.
         k: As `q`, in all but the number of heads. Or None.
         cos, sin: In the dtype of `q`, or float32. `[tokens, columns]` or `[batch or 1, tokens,
             columns]`, also with a dimension of size one for the heads; or with `position_ids` or
-            `offset` a table `[positions, columns]`. They must not require a gradient.
+            `offset` a table `[positions, columns]`. They must not require a gradient. Where `q` is
+            `[batch, tokens, dim]` with as many sequences as tokens it could be a packed one too:
+            `cos` and `sin` of `[tokens, columns]` are refused then.
         interleaved: Pairs are neighbours (GPT-J, Flux, LTX-Video, Wan), and not the halves of
             `rotary_dim` (GPT-NeoX, Llama and most models of transformers).
         heads_dim: The dimension of `q` that counts heads, 1 or 2. It is where transformers'
-            functions `unsqueeze` cos and sin.
+            functions `unsqueeze` cos and sin. Not used where `q` has three dimensions.
         rotary_dim: How many elements of a head are rotated, even. By default as many as `cos` has
             columns. It must be given for tables of half width, which have one column a pair; and
             where `cos` has half the columns of a head, which could mean either.
         position_ids: int64 or int32 `[tokens]` or `[batch or 1, tokens]`: the rows of the table.
+            A `q` of three dimensions is packed with the former, and `[batch, tokens, dim]` with the
+            latter.
         offset: The row of the first token, those of the others follow: an int, or int64 or int32
-            `[1]` or `[batch]` on the device of `q`.
+            `[1]` or `[batch]` on the device of `q`. Not of a packed `q`.
 
     Returns:
         `(q, k)`, or `q` alone where `k` is None: without gaps, tokens and heads in the order in
