@@ -22,38 +22,49 @@ struct ActivationFunctions {
 
 namespace FUSELAGE_ISA {
 
-// e^v for v <= 0: 2^k e^r with |r| <= ln(2) / 2, and a polynomial with a relative error of 3.1e-9.
-// Subnormal results are right to their last bit or two; a NaN stays one.
-FUSELAGE_INLINE Floats exp_negative(Floats v) {
-  const Floats lowest = broadcast(-104.0f);  // where the result is zero
-  v = v < lowest ? lowest : v;
-  // Adding and taking away 1.5 * 2^23 rounds to an integer, which is left in the low bits.
-  const Floats shifted = v * 1.4426950408889634f + 0x1.8p23f;
-  const Floats k = shifted - 0x1.8p23f;
-  const Floats r = (v - k * 0.693359375f) + k * 2.12194440e-4f;
-  Floats p = 1.381452823e-3f * r + 8.368750559e-3f;
-  p = p * r + 4.166839132e-2f;
-  p = p * r + 1.666652035e-1f;
-  p = p * r + 4.999999343e-1f;
-  p = 1.0f + (r + r * r * p);
-  // 2^k in two steps: the second may make a subnormal, which no exponent field can express.
-  typedef int32_t Integers __attribute__((vector_size(FUSELAGE_VECTOR_BYTES)));
-  const Integers exponent = (Integers)shifted - (Integers)broadcast(0x1.8p23f);
-  const Integers half = exponent >> 1;
-  const Floats first = (Floats)((half + 127) << 23);
-  const Floats second = (Floats)((exponent - half + 127) << 23);
-  return p * first * second;
-}
-
 struct ActivationMath {
   using Floats = FUSELAGE_ISA::Floats;
-  static FUSELAGE_INLINE Floats exp_negative(Floats v) { return FUSELAGE_ISA::exp_negative(v); }
+  static constexpr bool kRoundsToHalf = false;  // the same code for every type
+  typedef int32_t Integers __attribute__((vector_size(FUSELAGE_VECTOR_BYTES)));
+
+  // e^v for v <= 0: 2^k e^r with |r| <= ln(2) / 2, and a polynomial with a relative error of
+  // 3.1e-9. Computed as 2^(k + 64) times 2^-64 e^r, which are normal where the result is not.
+  // A NaN stays one.
+  static FUSELAGE_INLINE Floats exp_negative(Floats v) {
+    // Adding and taking away this rounds to k, and leaves the exponent field of 2^(k + 64) in the
+    // low bits.
+    constexpr float kShift = 0x1.8p23f + 127 + 64, kScale = 0x1p-64f;
+    const Floats shifted = v * 1.4426950408889634f + kShift;
+    const Floats k = shifted - kShift;
+    const Floats r = (v - k * 0.693359375f) + k * 2.12194440e-4f;
+    Floats p = kScale * 1.381452823e-3f * r + kScale * 8.368750559e-3f;
+    p = p * r + kScale * 4.166839132e-2f;
+    p = p * r + kScale * 1.666652035e-1f;
+    p = p * r + kScale * 4.999999343e-1f;
+    p = p * r + kScale;
+    p = p * r + kScale;
+    const Floats power = (Floats)((Words)shifted << 23);
+    return v < -104.0f ? Floats{} : p * power;
+  }
   static FUSELAGE_INLINE Floats exp_minus_half_square(Floats v) {
-    return FUSELAGE_ISA::exp_negative(-0.5f * v * v);
+    return exp_negative(-0.5f * v * v);
   }
   static FUSELAGE_INLINE Floats reciprocal(Floats v) { return 1.0f / v; }
   static FUSELAGE_INLINE Floats absolute(Floats v) { return (Floats)((Words)v & 0x7fffffff); }
-  static FUSELAGE_INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+  static FUSELAGE_INLINE Floats minus_absolute(Floats v) { return (Floats)((Words)v | 0x80000000); }
+  static FUSELAGE_INLINE Floats if_below(Floats v, float limit, Floats x, Floats y) {
+    return v < limit ? x : y;
+  }
+  static FUSELAGE_INLINE Floats if_at_most(Floats v, float limit, Floats x, Floats y) {
+    return v <= limit ? x : y;
+  }
+  static FUSELAGE_INLINE Floats if_above(Floats v, float limit, Floats x, Floats y) {
+    return v > limit ? x : y;
+  }
+  // By the sign bit, which takes one instruction in AVX2.
+  static FUSELAGE_INLINE Floats if_negative(Floats v, Floats x, Floats y) {
+    return (Integers)v < 0 ? x : y;
+  }
 };
 
 // Two vectors whose elements take turns in memory.
@@ -102,19 +113,18 @@ FUSELAGE_INLINE void activation_store_pairs(T* to, const ActivationPair& pair, L
   activation_store_some(to + kLanes, load(turns + kLanes, AllLanes{}), count - kLanes);
 }
 
-// The inputs of the columns from i on; what is not there is zero.
-template <class T, class Params, class Lanes>
+// The inputs of the columns from i on, with the bias added; what is not there is zero.
+template <class Formula, bool kHasY, class T, class Params, class Lanes>
 FUSELAGE_INLINE ActivationPair activation_load(const Params& p, const T* x, const T* y, int64_t i,
                                                Lanes lanes) {
-  if (p.interleaved) return activation_load_pairs(x + 2 * i, lanes);
-  return {load(x + i, lanes), y == nullptr ? Floats{} : load(y + i, lanes)};
-}
-
-template <class T, class Params, class Lanes>
-FUSELAGE_INLINE Floats activation_load_bias(const Params& p, int64_t i, Lanes lanes) {
-  if (p.bias == nullptr) return Floats{};
-  if (p.bias_dtype == DType::float32) return load(static_cast<const float*>(p.bias) + i, lanes);
-  return load(static_cast<const T*>(p.bias) + i, lanes);
+  if (!Formula::kHasBias && p.interleaved) return activation_load_pairs(x + 2 * i, lanes);
+  ActivationPair in = {load(x + i, lanes), Floats{}};
+  if (kHasY && y != nullptr) in.y = load(y + i, lanes);
+  if (Formula::kHasBias && p.bias != nullptr) {
+    in.x += p.bias_dtype == DType::float32 ? load(static_cast<const float*>(p.bias) + i, lanes)
+                                           : load(static_cast<const T*>(p.bias) + i, lanes);
+  }
+  return in;
 }
 
 // Row `row` of a tensor that may be null.
@@ -139,23 +149,24 @@ FUSELAGE_INLINE void activation_for_each_piece(int64_t dim, int64_t begin, int64
 }
 
 template <class T, class Formula>
-static void activation_forward_pieces(const ActivationForward& p, int64_t begin, int64_t end) {
+__attribute__((noinline)) static void activation_forward_pieces(const ActivationForward& params,
+                                                                int64_t begin, int64_t end) {
+  const ActivationForward p = params;  // a copy: no store may change it
   const Scalars scalars = {p.alpha, p.limit};
   activation_for_each_piece(p.dim, begin, end, [&](int64_t row, int64_t first, int64_t last) {
     const T* x = activation_row<T>(p.x, row, p.x_stride);
     const T* y = activation_row<T>(p.y, row, p.y_stride);
     T* out = activation_row<T>(p.out, row, p.out_stride);
     for_each_vector(first, last, [&](int64_t i, auto lanes) {
-      const ActivationPair in = activation_load(p, x, y, i, lanes);
-      const Floats bias = activation_load_bias<T>(p, i, lanes);
-      store(out + i, Formula::forward(in.x + bias, in.y, scalars), lanes);
+      const ActivationPair in = activation_load<Formula, true>(p, x, y, i, lanes);
+      store(out + i, Formula::forward(in.x, in.y, scalars), lanes);
     });
   });
 }
 
 // Columns [first, last) of rows [row, row + kRows). Adds grad_x to `partial` [dim], unless that is null;
-// `fresh`: it holds nothing yet.
-template <int kRows, class T, class Formula>
+// `fresh`: it holds nothing yet. Without kHasY, y and grad_y are null.
+template <int kRows, bool kHasY, class T, class Formula>
 FUSELAGE_INLINE void activation_backward_rows(const ActivationBackward& p, int64_t row,
                                               int64_t first, int64_t last, float* partial,
                                               bool fresh) {
@@ -173,19 +184,19 @@ FUSELAGE_INLINE void activation_backward_rows(const ActivationBackward& p, int64
     grad_y[r] = activation_row<T>(p.grad_y, row + r, p.grad_y_stride);
   }
   for_each_vector(first, last, [&](int64_t i, auto lanes) {
-    Floats bias = {}, sum = {};
-    if constexpr (Formula::kReadsInputs) bias = activation_load_bias<T>(p, i, lanes);
+    Floats sum = {};
     for (int r = 0; r < kRows; ++r) {
       ActivationPair in = {}, grad;
-      if constexpr (Formula::kReadsInputs) in = activation_load(p, x[r], y[r], i, lanes);
-      Formula::backward(load(grad_out[r] + i, lanes), in.x + bias, in.y, scalars, grad.x, grad.y);
+      if constexpr (Formula::kReadsInputs)
+        in = activation_load<Formula, kHasY>(p, x[r], y[r], i, lanes);
+      Formula::backward(load(grad_out[r] + i, lanes), in.x, in.y, scalars, grad.x, grad.y);
       sum += grad.x;
-      if (p.interleaved) {
+      if (!Formula::kHasBias && p.interleaved) {
         activation_store_pairs(grad_x[r] + 2 * i, grad, lanes);
         continue;
       }
       if (grad_x[r] != nullptr) store(grad_x[r] + i, grad.x, lanes);
-      if (grad_y[r] != nullptr) store(grad_y[r] + i, grad.y, lanes);
+      if (kHasY && grad_y[r] != nullptr) store(grad_y[r] + i, grad.y, lanes);
     }
     if (partial == nullptr) return;
     if (!fresh) sum += load(partial + i, lanes);
@@ -194,14 +205,18 @@ FUSELAGE_INLINE void activation_backward_rows(const ActivationBackward& p, int64
 }
 
 template <class T, class Formula>
-static void activation_backward_pieces(const ActivationBackward& p, int64_t begin, int64_t end) {
+__attribute__((noinline)) static void activation_backward_pieces(const ActivationBackward& params,
+                                                                 int64_t begin, int64_t end) {
+  const ActivationBackward p = params;
   activation_for_each_piece(p.dim, begin, end, [&](int64_t row, int64_t first, int64_t last) {
-    activation_backward_rows<1, T, Formula>(p, row, first, last, nullptr, true);
+    activation_backward_rows<1, true, T, Formula>(p, row, first, last, nullptr, true);
   });
 }
 
-template <class T, class Formula>
-static void activation_backward_chunks_of(const ActivationBackward& p, int64_t begin, int64_t end) {
+template <bool kHasY, class T, class Formula>
+__attribute__((noinline)) static void activation_backward_chunks_of(
+    const ActivationBackward& params, int64_t begin, int64_t end) {
+  const ActivationBackward p = params;
   constexpr int kRows = 4;  // at once, so that the partial sums are read and written less often
   for (int64_t chunk = begin; chunk < end; ++chunk) {
     const int64_t first = p.rows * chunk / p.partial_count;
@@ -209,10 +224,10 @@ static void activation_backward_chunks_of(const ActivationBackward& p, int64_t b
     float* partial = p.partials + chunk * p.dim;
     int64_t row = first;
     for (; row + kRows <= last; row += kRows) {
-      activation_backward_rows<kRows, T, Formula>(p, row, 0, p.dim, partial, row == first);
+      activation_backward_rows<kRows, kHasY, T, Formula>(p, row, 0, p.dim, partial, row == first);
     }
     for (; row < last; ++row) {
-      activation_backward_rows<1, T, Formula>(p, row, 0, p.dim, partial, row == first);
+      activation_backward_rows<1, kHasY, T, Formula>(p, row, 0, p.dim, partial, row == first);
     }
   }
 }
@@ -292,7 +307,12 @@ static void activation_backward(const ActivationBackward& p, int64_t begin, int6
 
 static void activation_backward_chunk(const ActivationBackward& p, int64_t begin, int64_t end) {
   activation_visit(p, [&](auto t, auto formula) {
-    activation_backward_chunks_of<decltype(t), decltype(formula)>(p, begin, end);
+    using F = decltype(formula);
+    if constexpr (F::kHasBias) {
+      p.y == nullptr&& p.grad_y == nullptr
+          ? activation_backward_chunks_of<false, decltype(t), F>(p, begin, end)
+          : activation_backward_chunks_of<true, decltype(t), F>(p, begin, end);
+    }
   });
 }
 
@@ -328,11 +348,13 @@ void activation_backward(const ActivationBackward& p, int64_t begin, int64_t end
   functions_of_this_cpu().backward(p, begin, end);
 }
 
-// Enough chunks for many cores, and enough rows in each that its partial sums are small beside them. The
-// most rows keep the float32 sum over a chunk short, however many rows there are.
-int64_t activation_backward_chunks(int64_t rows) {
-  constexpr int64_t kChunks = 64, kLeastRows = 8, kMostRows = 128;
+// Enough chunks for many cores, and enough rows in each that its partial sums are small beside them
+// and that it is worth a task. The most rows keep the float32 sum over a chunk short, however many
+// rows there are.
+int64_t activation_backward_chunks(int64_t rows, int64_t dim) {
+  constexpr int64_t kChunks = 64, kLeastRows = 8, kMostRows = 128, kLeastElements = 32768;
   int64_t chunk_rows = (rows + kChunks - 1) / kChunks;
+  if (chunk_rows < kLeastElements / dim) chunk_rows = kLeastElements / dim;
   if (chunk_rows < kLeastRows) chunk_rows = kLeastRows;
   if (chunk_rows > kMostRows) chunk_rows = kMostRows;
   return (rows + chunk_rows - 1) / chunk_rows;

@@ -19,7 +19,7 @@ void activation_backward(const ActivationBackward& p, int64_t begin, int64_t end
 
 // A backward with grad_bias, whose rows are cut into p.partial_count equal chunks: chunks [begin, end). The
 // number depends on the shape alone, never on the thread count, so that results do not either.
-int64_t activation_backward_chunks(int64_t rows);
+int64_t activation_backward_chunks(int64_t rows, int64_t dim);
 void activation_backward_chunk(const ActivationBackward& p, int64_t begin, int64_t end);
 
 // Columns [begin, end) of grad_bias = sum of p.partials over the chunks, in order.

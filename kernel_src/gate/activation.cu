@@ -34,20 +34,33 @@ struct GpuMath {
   using Floats = float;
   // The same for all types of this size.
   using Shared = GpuMath<std::conditional_t<sizeof(T) == sizeof(float), float, float16>>;
+  static constexpr bool kRoundsToHalf = sizeof(T) < sizeof(float);
   static __device__ __forceinline__ float exp_negative(float v) {
-    if constexpr (sizeof(T) == sizeof(float)) return expf(v);
+    if constexpr (!kRoundsToHalf) return expf(v);
     return exp2_approximate(1.4426950408889634f * v);
   }
   static __device__ __forceinline__ float exp_minus_half_square(float v) {
-    if constexpr (sizeof(T) == sizeof(float)) return expf(-0.5f * v * v);
+    if constexpr (!kRoundsToHalf) return expf(-0.5f * v * v);
     return exp2_approximate(-0.7213475204444817f * v * v);
   }
   static __device__ __forceinline__ float reciprocal(float v) {
-    if constexpr (sizeof(T) == sizeof(float)) return 1.0f / v;
+    if constexpr (!kRoundsToHalf) return 1.0f / v;
     return reciprocal_of_normal(v);
   }
   static __device__ __forceinline__ float absolute(float v) { return fabsf(v); }
-  static __device__ __forceinline__ float smaller(float a, float b) { return fminf(a, b); }
+  static __device__ __forceinline__ float minus_absolute(float v) { return -fabsf(v); }
+  static __device__ __forceinline__ float if_below(float v, float limit, float x, float y) {
+    return v < limit ? x : y;
+  }
+  static __device__ __forceinline__ float if_at_most(float v, float limit, float x, float y) {
+    return v <= limit ? x : y;
+  }
+  static __device__ __forceinline__ float if_above(float v, float limit, float x, float y) {
+    return v > limit ? x : y;
+  }
+  static __device__ __forceinline__ float if_negative(float v, float x, float y) {
+    return v < 0.0f ? x : y;
+  }
 };
 
 // A vector of a row on its way, as Loading, for aligned rows whose last vector may be incomplete too.

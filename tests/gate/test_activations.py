@@ -199,6 +199,78 @@ def test_tails(fuselage, device, activation, dtype):
         assert (got[~near & ~wanted.isinf()].abs() <= SMALLEST).all(), label
 
 
+# What a mask of zeros and ones would turn into NaN or infinity, and NaN itself.
+EXTREME = (-1e38, -8.0, -1.0, 0.0, 0.5, 7.0, 8.0, 1e38, float("inf"), -float("inf"), float("nan"))
+SELECTING = {
+    "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x).square(),
+    "relu_and_mul": lambda gate, up: torch.relu(gate) * up,
+    "mul_and_relu": lambda up, gate: torch.relu(gate) * up,
+    "swiglu_clamped": lambda gate, up: (
+        (up.clamp(-7, 7) + 1) * (gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)))
+    ),
+}
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("name", SELECTING)
+def test_relu_and_clamp_select_gradients_as_pytorch(fuselage, device, name):
+    """Zero where its float32 formula has zero, whatever the gradient is, and the same for NaN."""
+    values = torch.tensor(EXTREME, device=device)
+    plain = name in ("relu", "relu2")
+    inputs = [values] * (2 if plain else 3)
+    *inputs, grad_out = (t.flatten() for t in torch.meshgrid(*inputs, indexing="ij"))
+    if name == "swiglu_clamped":  # its formula multiplies zero by infinity at large negative gates
+        moderate = ~(inputs[0] < -10)
+        inputs, grad_out = [t[moderate] for t in inputs], grad_out[moderate]
+    calls = {
+        "relu": lambda x: fuselage.bias_act(x, None, "relu"),
+        "swiglu_clamped": lambda *x: fuselage.swiglu_clamped(torch.cat(x), interleaved=False),
+    }
+    ours = calls.get(name, lambda *x: getattr(fuselage, name)(torch.cat(x)))
+    results = []
+    for function in (ours, SELECTING[name]):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        results.append(torch.autograd.grad(function(*leaves), leaves, grad_out))
+    for label, (actual, expected) in enumerate(zip(*results, strict=True)):
+        # A few float32 roundings. What overflows does so in either order of the products.
+        close = torch.isclose(actual, expected, rtol=1e-5, atol=0, equal_nan=True)
+        # PyTorch adds terms of the sigmoid's slope, which may overflow where a product does not.
+        close |= (name == "swiglu_clamped") & ~expected.isfinite() & ~actual.isnan()
+        wrong = [
+            (*(t[i].item() for t in (*inputs, grad_out, actual, expected)),)
+            for i in (~close).nonzero().flatten()[:4]
+        ]
+        assert not wrong, f"gradient of input {label}: inputs, grad_out, ours, PyTorch's: {wrong}"
+
+
+def test_selected_gradients_of_an_epilogue(fuselage, device):
+    """Of x, bias and y alike."""
+    x = torch.tensor([[-1.0, -1.0, float("nan")], [2.0, -3.0, 1.0]], device=device)
+    grad_out = torch.tensor([[float("inf"), float("nan"), 2.0], [1.0, 3.0, 1.0]], device=device)
+    for activation in ("relu", "relu2"):
+        gradients = []
+        for call in (
+            lambda x, bias, y, a=activation: fuselage.add_mul_act(x, bias, y, 0.5, a),
+            lambda x, bias, y, a=activation: SELECTING[a](x + bias + 0.5 * y),
+        ):
+            leaves = [x.clone(), torch.zeros(3, device=device), torch.zeros_like(x)]
+            leaves = [t.requires_grad_() for t in leaves]
+            gradients.append(torch.autograd.grad(call(*leaves), leaves, grad_out))
+        for ours, pytorch in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, pytorch, equal_nan=True)
+
+
+def test_tanh_is_as_accurate_as_pytorch(fuselage, device):
+    """Float32: half of the last bit of results just below one more than PyTorch errs, at most."""
+    x = torch.cat([torch.linspace(0, 10, 200001), torch.linspace(0.5, 1.5, 200001)]).to(device)
+    x = torch.cat([-x, x])
+    expected = x.double().tanh()
+    error = (fuselage.bias_act(x, None, "tanh").double() - expected).abs().max().item()
+    pytorch = (x.tanh().double() - expected).abs().max().item()
+    assert error <= pytorch + torch.finfo(torch.float32).eps / 4, (error, pytorch)
+
+
 @each_dtype
 @pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "none"])
 def test_nan_stays_nan(fuselage, device, activation, dtype):

@@ -126,7 +126,7 @@ void run(const char* op, ActivationBackward p, const Tensor& x) {
           [&](int64_t begin, int64_t end) { cpu::activation_backward(p, begin, end); });
       return;
     }
-    with_partials(cpu::activation_backward_chunks(p.rows));
+    with_partials(cpu::activation_backward_chunks(p.rows, p.dim));
     torch::stable::parallel_for(
         0, p.partial_count, tasks_of(p.rows / p.partial_count * p.dim),
         [&](int64_t begin, int64_t end) { cpu::activation_backward_chunk(p, begin, end); });
