@@ -41,8 +41,8 @@ _EPILOGUES = [
     _shape(16384, 4096, "dtype", dtype=torch.float32),
 ]
 _CPU = [
-    _shape(rows, dim, "cpu", *(["quick"] if rows < 2048 else []), dtype=dtype)
-    for rows, dim in [(2048, 4096), (1024, 1024)]
+    _shape(rows, dim, "cpu", *(["quick"] if rows == 1024 else []), dtype=dtype)
+    for rows, dim in [(2048, 4096), (1024, 1024), (64, 1024)]
     for dtype in (torch.float32, torch.bfloat16)
 ]
 
