@@ -22,8 +22,8 @@ CODE = $(shell find kernel_src torch-ext tests \( -name '*.h' -o -name '*.cpp' -
          ! -path torch-ext/registration.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build build-cpu build-cuda test test-all lint format bench check-hip check-abi \
-  check-size clean
+.PHONY: help demo build build-cpu build-cuda test test-all fuzz sanitize lint format bench check-hip \
+  check-abi check-size clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -48,6 +48,12 @@ test: build  ## build, then run the quick tests (TESTS= and PYTEST= choose and p
 
 test-all: build  ## build, then run every test; CI runs these
 	$(RUN_TESTS) $(PYTEST) $(TESTS)
+
+fuzz: build  ## random calls of every function for a minute (CASE='op seed' replays; FUZZ= options)
+	PYTHONPATH=tests:$$PYTHONPATH $(PYTHON) -m fuzz $(if $(CASE),--replay "$(CASE)") $(FUZZ)
+
+sanitize: $(ENVIRONMENT)  ## ASan, UBSan: quick tests and fuzzer (SANITIZE="--device cuda": compute-sanitizer)
+	$(PYTHON) tools/sanitize.py $(SANITIZE)
 
 lint: $(ENVIRONMENT)  ## ruff, clang-format, and that build.toml lists every source
 	$(PYTHON) -m ruff check .

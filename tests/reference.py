@@ -12,9 +12,18 @@ import torch
 from torch import Tensor
 
 
+class _RoundTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dtype):
+        return x.to(dtype).to(torch.float64)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
 def round_to(dtype: torch.dtype, x: Tensor) -> Tensor:
-    rounded = x.detach().to(dtype).to(torch.float64)
-    return rounded + (x - x.detach()) if x.requires_grad else rounded
+    return _RoundTo.apply(x, dtype)
 
 
 # Norms

@@ -74,8 +74,8 @@ def run(kernel: ModuleType, name: str, seed: int, device: str) -> str:
             bad_calls.check(draw, name, getattr(kernel, name), _good_call(draw, name))
         else:
             check_valid(kernel, draw, name)
-    except Failure:
-        check_untouched(draw)  # what was overwritten explains what is wrong
+    except Failure as failure:
+        check_untouched(draw, f"; besides, {failure.kind}: {failure}")  # which may explain it
         raise
     check_untouched(draw)
     return "bad" if bad else "valid"

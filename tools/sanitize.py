@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Runs the kernels under sanitizers.
+
+On a CPU: builds the CPU variant under AddressSanitizer and UBSan into build/.sanitize, and runs the
+tests' quick part and the fuzzer with it. On a GPU: runs a program that calls every family
+(tests/fuzz/families.py) under compute-sanitizer's tools, and prints a table of their errors.
+
+    python tools/sanitize.py
+    python tools/sanitize.py --device cuda [--tools memcheck,racecheck] [--seconds 45]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO_DIR = Path(__file__).resolve().parent.parent
+OUTPUT = REPO_DIR / "build/.sanitize"
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+
+# Of `kernels_ci`, what asks the most of a CPU's time and least of its memory: bits, one by one.
+QUICK = ("-m", "kernels_ci", "-q", "-x", "-p", "no:cacheprovider")
+LEFT_OUT = "not same_bits and not do_not_depend and not planted and not every_name"
+
+
+def sanitized_environment() -> dict[str, str]:
+    """For a Python that loads a library under AddressSanitizer, whose runtime must come first."""
+    libraries = [_library(name) for name in ("libasan.so", "libstdc++.so")]
+    return {
+        **os.environ,
+        "LD_PRELOAD": " ".join(libraries),
+        # Python leaks, and Torch frees with what its own allocator did not make.
+        "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0:abort_on_error=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+    }
+
+
+def _library(name: str) -> str:
+    compiler = os.environ.get("CXX", "g++")
+    command = [compiler, f"-print-file-name={name}"]
+    path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if not Path(path).is_file():
+        sys.exit(f"error: {compiler} has no {name}: apt-get install libasan8, or gcc's")
+    return path
+
+
+def run(title: str, command: list[str], environment: dict[str, str]) -> None:
+    """Runs a step; the first that fails is the last."""
+    started = time.monotonic()
+    print(f"--- {title}", flush=True)
+    code = subprocess.run(command, cwd=REPO_DIR, env=environment).returncode
+    print(f"--- {title}: exit code {code} after {time.monotonic() - started:.0f} s", flush=True)
+    if code != 0:
+        sys.exit(code)
+
+
+def on_cpu(options: argparse.Namespace) -> None:
+    builder = [sys.executable, "tools/build_variant.py", "--backend", "cpu", "--sanitize"]
+    run("build", [*builder, "--output", str(OUTPUT)], dict(os.environ))
+    (variant,) = OUTPUT.glob("torch-*-cpu-*")
+    environment = sanitized_environment() | {"FUSELAGE_KERNEL_DIR": str(variant)}
+    pytest = [sys.executable, "-m", "pytest", *QUICK, "-k", LEFT_OUT]
+    run("tests", pytest, environment)
+    fuzz = [sys.executable, "-m", "fuzz", "--seconds", str(options.seconds), "--timeout", "300"]
+    run("fuzzer", fuzz, environment | {"PYTHONPATH": "tests"})
+
+
+@dataclass
+class Outcome:
+    tool: str
+    errors: int
+    calls: str
+    seconds: float
+
+
+def on_gpu(options: argparse.Namespace) -> None:
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(sanitizer).is_file():
+        sys.exit("error: no compute-sanitizer: it comes with the CUDA toolkit")
+    outcomes = [_under(sanitizer, tool, options.seconds) for tool in options.tools.split(",")]
+    print(f"{'tool':10} {'errors':>6} {'seconds':>8}  calls")
+    for outcome in outcomes:
+        errors = "?" if outcome.errors < 0 else outcome.errors
+        print(f"{outcome.tool:10} {errors:>6} {outcome.seconds:8.0f}  {outcome.calls}")
+    sys.exit(int(any(outcome.errors != 0 for outcome in outcomes)))
+
+
+def _under(sanitizer: str, tool: str, seconds: float) -> Outcome:
+    command = [sanitizer, "--tool", tool, "--print-limit", "10", sys.executable]
+    program = ["-m", "fuzz.families", "--seconds", str(seconds)]
+    # Every tensor in memory of its own: between those of one block, nothing would be out of bounds.
+    environment = {**os.environ, "PYTHONPATH": "tests", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    started = time.monotonic()
+    print(f"--- {tool}", flush=True)
+    result = subprocess.run(
+        [*command, *program], cwd=REPO_DIR, env=environment, text=True, capture_output=True
+    )
+    output = result.stdout + result.stderr
+    errors, calls = errors_in(output), re.search(r"^calls: (.*)$", output, re.M)
+    if errors != 0 or calls is None:
+        print(output[-20_000:])
+    ended = calls.group(1) if calls else f"it did not end: exit code {result.returncode}"
+    seconds = time.monotonic() - started
+    return Outcome(tool, errors if calls or errors > 0 else -1, ended, seconds)
+
+
+def errors_in(output: str) -> int:
+    """What compute-sanitizer's summary counts; -1 without one."""
+    plain = re.search(r"ERROR SUMMARY: (\d+) error", output)
+    races = re.search(r"RACECHECK SUMMARY: (\d+) hazards?", output)
+    found = races or plain
+    return int(found.group(1)) if found else -1
+
+
+def main() -> None:
+    """Runs the checks of a device."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--tools", default=",".join(TOOLS), help="of compute-sanitizer, by commas")
+    parser.add_argument(
+        "--seconds", type=float, help="of the fuzzer (60), or of the calls under each tool (45)"
+    )
+    options = parser.parse_args()
+    if options.seconds is None:
+        options.seconds = 60 if options.device == "cpu" else 45
+    on_cpu(options) if options.device == "cpu" else on_gpu(options)
+
+
+if __name__ == "__main__":
+    main()
