@@ -36,7 +36,7 @@ def sequence(names: list[str], seed: int, start: int) -> Iterator[tuple[int, str
 
 
 def run_case(kernel: ModuleType, name: str, seed: int, device: str) -> dict:
-    """The outcome: {"call": ...} or {"kind": ..., "message": ...}, and whether the device is lost."""
+    """The outcome: {"call": ...}, or {"kind": ..., "message": ..., "lost": of the device}."""
     import torch
 
     from . import cases

@@ -49,7 +49,10 @@ class Report:
         for name in names:
             valid, bad = (self.calls[name, kind] for kind in ("valid", "bad"))
             wrong = sum(len(found) for (n, _), found in self.failures.items() if n == name)
-            print(f"  {name:{width}} {valid:7} valid {bad:6} bad calls" + f" {wrong} FAILED" * (wrong > 0))
+            print(
+                f"  {name:{width}} {valid:7} valid {bad:6} bad calls"
+                + f" {wrong} FAILED" * (wrong > 0)
+            )
         print(f"{sum(self.calls.values())} cases, {self.count()} failures")
         for (name, kind), found in sorted(self.failures.items()):
             print(f"{len(found)} x {name}: {kind}")
@@ -81,7 +84,7 @@ class Child:
 
     def __init__(self, settings: dict):
         read, write = os.pipe()
-        self.output = tempfile.TemporaryFile(mode="w+", errors="replace")
+        self.output = tempfile.TemporaryFile(mode="w+", errors="replace")  # noqa: SIM115
         code = "import json, sys; from fuzz import child; child.main(json.loads(sys.argv[1]))"
         path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(

@@ -45,7 +45,7 @@ def check(kernel, draw: Draw, name: str, call: Call) -> None:
         module = getattr(kernel.modules, name)(**given)
     leaves = {}
     for key, value in call.inputs.items():
-        value = parameters[key] if key in parameters else value
+        value = parameters.get(key, value)
         leaves[key] = _leaf(value)
         if value is not None and key in parameters:
             setattr(module, key, torch.nn.Parameter(value.detach()))

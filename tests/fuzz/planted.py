@@ -1,4 +1,4 @@
-"""Mistakes for the fuzzer to find: each function wraps a kernel whose `silu` and others have one."""
+"""Mistakes for the fuzzer to find: each function returns a kernel that has one."""
 
 from __future__ import annotations
 

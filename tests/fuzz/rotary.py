@@ -18,10 +18,10 @@ POSITIONS = ("offset", "offsets", "one_offset", "ids", "shared_ids", "one_ids")
 
 
 def _case(draw: Draw, most_tokens: int) -> Case:
-    dim = draw.choice((2, 64, 128, draw.integer(1, 40), draw.integer(1, 300)))
+    dim = draw.choice((2, 64, 128, draw.integer(2, 40), draw.integer(2, 300)))
     rotated = draw.choice((None, 2 * draw.integer(0, dim // 2), 2 * draw.integer(0, dim // 2)))
     if dim % 2:
-        rotated = rotated or 2 * (dim // 2)
+        rotated = rotated or 2 * (dim // 2)  # not 0, which Case takes for all
     batch = draw.integer(1, 4)
     q_heads = draw.choice((None, 1, 2, 4, draw.integer(1, 9)))
     positions = None
