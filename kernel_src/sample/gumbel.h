@@ -164,7 +164,8 @@ template <class Math, class Floats = typename Math::Floats>
 FUSELAGE_SAMPLE Split<Floats> split(Floats value) {
   const typename Math::Integers bits = Math::integers_of(value);
   const typename Math::Integers exponent = (bits - 0x3f2aaaab) >> 23;
-  return {Math::floats_of(bits - (exponent << 23)) - 1.0f, Math::to_floats(exponent)};
+  // A product, which the compiler makes a shift: C++17 shifts no negative value.
+  return {Math::floats_of(bits - exponent * (1 << 23)) - 1.0f, Math::to_floats(exponent)};
 }
 
 template <class Math, class Floats = typename Math::Floats>

@@ -125,7 +125,9 @@ class Child:
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         self.output.seek(0)
         lines = self.output.read().splitlines()
-        first = next((i for i, line in enumerate(lines) if "ERROR: AddressSan" in line), None)
+        reports = ("ERROR: AddressSanitizer", "runtime error:")
+        found = (i for i, line in enumerate(lines) if any(report in line for report in reports))
+        first = next(found, None)
         return "\n".join([how, *(lines[-15:] if first is None else lines[first : first + 25])])
 
 
