@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def inputs(device, dtype=torch.float32):
@@ -206,3 +207,12 @@ def test_meta_tensors_have_the_right_shapes(fuselage):
         hidden, weight, seed=torch.zeros(1, dtype=torch.int64, device="meta"), return_logprobs=True
     )
     assert [t.shape for t in result] == [(3, 1)] * 3 and result.tokens.dtype == torch.int64
+
+
+def test_a_step_without_rows_and_data_is_not_taken(fuselage, device):
+    """With a fake offset, which a GPU's kernel must not be launched for."""
+    with FakeTensorMode():
+        offset = torch.zeros(1, dtype=torch.int64, device=device)
+        given = {"seed": offset.clone(), "offset": offset}
+        assert fuselage.gumbel_sample(torch.zeros(0, 9, device=device), **given).shape == (0, 1)
+    assert fuselage.gumbel_sample(torch.zeros(2, 9, device=device), seed=1).shape == (2, 1)

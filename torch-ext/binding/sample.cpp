@@ -107,7 +107,7 @@ void set_noise(Draws& draws, const Options& options) {
 
 // A batch without rows takes a step, too.
 void skip_step(const char* op, const Options& options, const Tensor& x) {
-  if (!options.offset.has_value() || options.offset->numel() == 0) return;
+  if (is_meta(x) || !options.offset.has_value() || options.offset->numel() == 0) return;
   int64_t* offset = static_cast<int64_t*>(options.offset->mutable_data_ptr());
   if (x.is_cpu()) {
     ++*offset;
