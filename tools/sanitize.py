@@ -97,7 +97,8 @@ def _under(sanitizer: str, tool: str, seconds: float) -> Outcome:
     command = [sanitizer, "--tool", tool, "--print-limit", "10", sys.executable]
     program = ["-m", "fuzz.families", "--seconds", str(seconds)]
     # Every tensor in memory of its own: between those of one block, nothing would be out of bounds.
-    environment = {**os.environ, "PYTHONPATH": "tests", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    path = os.pathsep.join(filter(None, ("tests", os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     started = time.monotonic()
     print(f"--- {tool}", flush=True)
     result = subprocess.run(

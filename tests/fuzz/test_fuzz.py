@@ -39,12 +39,15 @@ def test_a_planted_mistake_is_found(fuselage, mistake, name, kind):
     pytest.fail(f"{SEEDS} cases of {name} found no {kind}")
 
 
+PATH = os.environ.get("PYTHONPATH", "")
+
+
 def fuzz(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "fuzz", *options],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(REPO_DIR / "tests")},
+        env={**os.environ, "PYTHONPATH": f"{REPO_DIR / 'tests'}{os.pathsep}{PATH}"},
     )
 
 
