@@ -61,7 +61,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_pycollect_makeitem(obj: object) -> list | None:
-    """Collects no test that asks for more GPUs than there are, or has no values for what is here."""
+    """Collects no test that wants more GPUs than there are, or has no values for what is."""
     marks = getattr(obj, "pytestmark", ())
     there = torch.cuda.device_count() if "cuda" in DEVICES else 0
     if any(m.name == "gpu" and m.kwargs.get("count", 1) > there for m in marks):

@@ -39,15 +39,13 @@ def test_a_planted_mistake_is_found(fuselage, mistake, name, kind):
     pytest.fail(f"{SEEDS} cases of {name} found no {kind}")
 
 
-PATH = os.environ.get("PYTHONPATH", "")
-
-
 def fuzz(*options: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, (str(REPO_DIR / "tests"), os.environ.get("PYTHONPATH"))))
     return subprocess.run(
         [sys.executable, "-m", "fuzz", *options],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": f"{REPO_DIR / 'tests'}{os.pathsep}{PATH}"},
+        env={**os.environ, "PYTHONPATH": path},
     )
 
 
