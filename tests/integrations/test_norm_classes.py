@@ -91,7 +91,7 @@ NOT_BUILT = {
         "SpatialNorm",
     },
 }
-REPLACED = {"transformers": 214, "diffusers": 9}  # at least
+REPLACED = {"transformers": 214, "diffusers": 7}  # at least
 
 
 def norm_classes(library: str) -> dict[str, type[nn.Module]]:
