@@ -32,6 +32,7 @@ PLAIN_RAISES: dict[str, set[str]] = {
         "prophetnet",
         "sew-d",
         "siglip",
+        "wavlm",
     },
 }
 
