@@ -42,6 +42,10 @@ def library(tmp_path_factory) -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to build with")
+    try:
+        sanitize.sanitized_environment()
+    except SystemExit as error:
+        pytest.skip(str(error))
     folder = tmp_path_factory.mktemp("planted")
     (folder / "planted.cpp").write_text(PLANTED)
     flags = ["-shared", "-fPIC", *SANITIZER_FLAGS]

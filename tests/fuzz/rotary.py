@@ -24,13 +24,16 @@ def _case(draw: Draw, most_tokens: int) -> Case:
         rotated = rotated or 2 * (dim // 2)  # not 0, which Case takes for all
     batch = draw.integer(1, 4)
     q_heads = draw.choice((None, 1, 2, 4, draw.integer(1, 9)))
+    tokens = draw.choice((1, draw.integer(1, 12), draw.integer(1, most_tokens)))
+    if q_heads is None and batch == tokens:
+        tokens += 1  # could be packed, and is refused
     positions = None
     if draw.chance(0.5):
         positions = draw.choice(POSITIONS)
         positions += "" if positions == "offset" else draw.choice((":int32", ":int64"))
     return Case(
         batch=batch,
-        tokens=draw.choice((1, draw.integer(1, 12), draw.integer(1, most_tokens))),
+        tokens=tokens,
         q_heads=q_heads,
         k_heads=None if q_heads is None else draw.choice((None, 1, 2, q_heads)),
         dim=dim,

@@ -228,22 +228,6 @@ def test_gradients_of_tables_off_a_boundary(fuselage, device, name, interleaved)
 
 
 @each_name
-def test_tables_without_columns(fuselage, device, name):
-    """Nothing is rotated."""
-    op, inputs = Case(dim=8).make(name, torch.float32, device)
-    tables = {n: op.defaults[n][:, :0] for n in ("cos", "sin")}
-    whole = {n: torch.ones_like(op.defaults[n]) * (n == "cos") for n in ("cos", "sin")}
-    outputs, expected = op.run(fuselage, inputs, tables), op.run(fuselage, inputs, whole)
-    for label, output in outputs.items():
-        assert_same_bits(output, expected[label], label)
-    if name == "apply_rotary":
-        written = {n: t.clone() for n, t in inputs.items()}
-        replace(op, name="apply_rotary_").run(fuselage, written, tables)
-        for label, tensor in written.items():
-            assert_same_bits(tensor, inputs[label], label)
-
-
-@each_name
 @pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (2, 3, 2, 0)], ids=str)
 def test_empty(fuselage, device, name, shape):
     batch, tokens, heads, dim = shape

@@ -121,12 +121,12 @@ inline void check_same_shape(const char* op, const char* name, const Tensor& ten
                  ", got ", shape_of(tensor));
 }
 
-// Kernels count columns in 32 bits, up to a step past the end of a row.
-constexpr int64_t kMaxColumns = (int64_t{1} << 31) - (1 << 13);
+// Kernels count columns in 32 bits, up to a step of at most 2^15 past the end of a row.
+constexpr int64_t kMaxColumns = (int64_t{1} << 31) - (1 << 16);
 
 inline void check_columns(const char* op, const char* name, const Tensor& tensor) {
   FUSELAGE_CHECK(op, tensor.size(tensor.dim() - 1) <= kMaxColumns, "the last dimension of `", name,
-                 "` must be at most 2^31 - 2^13, got ", shape_of(tensor));
+                 "` must be at most 2^31 - 2^16, got ", shape_of(tensor));
 }
 
 // `tensor` is like `x` in device, shape and dtype.

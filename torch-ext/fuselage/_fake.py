@@ -39,12 +39,11 @@ def _check(overload: torch._ops.OpOverload, args: tuple) -> None:
     """Raises what the op raises for such arguments."""
     devices = [a.device for a in args if isinstance(a, torch.Tensor)]
     try:
-        stand_ins = [_stand_in(a, devices[0]) for a in args]
+        # NOTE: in another mode the stand-ins would be fake tensors, whose memory may not be asked for.
+        with _python_dispatch._disable_current_modes():
+            overload.redispatch(_CPU, *(_stand_in(a, devices[0]) for a in args))
     except _NoHintError:
         return  # the op checks it when it runs
-    try:
-        with _python_dispatch._disable_current_modes():
-            overload.redispatch(_CPU, *stand_ins)
     except RuntimeError as error:
         other = next((device for device in devices if device != devices[0]), None)
         message = str(error).replace("(meta), got cpu", f"({devices[0]}), got {other}")

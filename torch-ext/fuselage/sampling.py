@@ -8,6 +8,7 @@ from typing import NamedTuple, Optional, Union
 
 import torch
 
+from ._arguments import refuse_wrong_kinds
 from ._autocast import Product, Rule, register_autocast
 from ._fake import register_fake
 from ._ops import ops
@@ -277,8 +278,9 @@ def _noise(op, x, seed, offset, generator=None) -> tuple[torch.Tensor, Optional[
             seed = torch.randint(
                 2**63 - 1, (1,), dtype=torch.int64, device=x.device, generator=generator
             )
-        except TypeError:
+        except (AttributeError, TypeError):
             _check_generator(op, generator)
+            refuse_wrong_kinds()
             raise
         return seed, None
     if generator is not None:
