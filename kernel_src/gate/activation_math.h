@@ -75,7 +75,10 @@ FUSELAGE_MATH ValueAndSlope<Floats> tanh_of(Floats v) {
   }
   const Floats small = v + v * (square * p);
   const Floats value = Math::if_below(size, kSmall, small, Math::if_negative(v, -large, large));
-  return {value, 4.0f * e * r * r};
+  const Floats slope = 4.0f * e * r * r;
+  if constexpr (Math::kRoundsToHalf) return {value, slope};
+  // Around 0 the errors of e and r are those of the slope, but only a small part of them that of 1 - large^2.
+  return {value, Math::if_below(size, kSmall, 1.0f - large * large, slope)};
 }
 
 // The normal distribution: Phi(v), and its density. Phi(-a) = e^(-a^2 / 2) R(a) for a >= 0, where R is a

@@ -39,7 +39,7 @@ def _check(overload: torch._ops.OpOverload, args: tuple) -> None:
     """Raises what the op raises for such arguments."""
     devices = [a.device for a in args if isinstance(a, torch.Tensor)]
     try:
-        # NOTE: in another mode the stand-ins would be fake tensors, whose memory may not be asked for.
+        # NOTE: in a mode the stand-ins would be fake tensors, whose memory is not to be asked for.
         with _python_dispatch._disable_current_modes():
             overload.redispatch(_CPU, *(_stand_in(a, devices[0]) for a in args))
     except _NoHintError:
