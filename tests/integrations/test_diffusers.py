@@ -201,6 +201,7 @@ def test_half_precision_does_not_drift(integration, device, make):
     assert_no_farther(*(lambda seed, i=i: results(seed)[i] for i in range(3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("make", [ltx, sd3], ids=lambda make: make.__name__)
 def test_compiled_whole(integration, fuselage, device, make, training):

@@ -147,6 +147,7 @@ def test_training_follows_the_plain_curve(integration, device, name):
         assert abs(ours - theirs) <= 2e-3 * theirs, curves
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_TRAINED_COMPILED])
 def test_compiled_whole(integration, fuselage, device, name):
     plain = build(name, device)
@@ -164,6 +165,7 @@ def test_compiled_whole(integration, fuselage, device, name):
         assert_close(parameter.grad, theirs.grad, key, tol=1e-4)
 
 
+@pytest.mark.slow
 @each_model
 def test_compiled_inference_is_left_to_the_compiler(integration, fuselage, device, name):
     plain = build(name, device)

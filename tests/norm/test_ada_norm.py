@@ -319,6 +319,7 @@ def test_another_norm_is_refused(fuselage, device):
         fuselage.gate_residual_ada_norm(**inputs, norm="batch")
 
 
+@pytest.mark.slow
 @each_adaptive
 @pytest.mark.parametrize("form", ["batch", "batch_with_ones", "row"])
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])

@@ -199,6 +199,7 @@ def test_llama_does_not_drift(fuselage, device, kernelized):
     assert max(ratios) <= 1.05, ratios
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE], ids=str)
 def test_llama_trains_the_same(fuselage, device, kernelized, mode):
     plain = llama(device)

@@ -66,6 +66,7 @@ def rotary_function(model: nn.Module) -> nn.Module:
     return function
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_llama(fuselage, device, kernelized, mode):
     """Logits, loss and gradients are those of the plain model."""
