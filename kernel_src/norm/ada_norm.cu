@@ -497,13 +497,6 @@ __device__ __forceinline__ float2 load_statistics(const AdaNormBackward& p, int6
   return make_float2(0.0f, p.statistics[row]);
 }
 
-// In a row without statistics (see nan_unless_zero): no gradient, no part in the sums of columns.
-template <int N>
-__device__ __forceinline__ void drop_unused(const float (&grad_out)[N], float (&xhat)[N]) {
-#pragma unroll
-  for (int k = 0; k < N; ++k) xhat[k] = grad_out[k] == 0.0f ? 0.0f : xhat[k];
-}
-
 // 1 + scale, and weight: of N columns.
 template <bool kAligned, typename T, int N>
 __device__ __forceinline__ void scale_factors(const Values<T>& scale, int column, int dim,
@@ -731,8 +724,7 @@ __global__ void __launch_bounds__(kAdaNormThreads, 1)
     start(stage == 0 ? stages - 1 : stage - 1);
     if constexpr (kAligned) async_copy_wait(stages - 1);
     const float mean = row_inside ? next_statistics.x : 0.0f;
-    float rstd = row_inside ? next_statistics.y : 0.0f;
-    const bool lost = !(rstd > 0.0f);  // see nan_unless_zero
+    const float rstd = row_inside ? next_statistics.y : 0.0f;
     if (turn + 1 < turns_inside) next_statistics = load_statistics(p, row + row_step);
     if (kByRow && p.scale_by_row && row_inside) load_factors(row);
     const Normalise normalised(mean, 0.0f, rstd);
@@ -751,10 +743,6 @@ __global__ void __launch_bounds__(kAdaNormThreads, 1)
       for (int k = 0; k < N; ++k) {
         xhat[j][k] = normalised(xhat[j][k]);
         a[k] = grad_out[k];
-      }
-      if (lost) {
-        sums[1] += nan_unless_zero(grad_out);
-        drop_unused(grad_out, xhat[j]);
       }
       if (kByRow && p.scale_by_row) {
         float scale_factor[N];
@@ -790,7 +778,6 @@ __global__ void __launch_bounds__(kAdaNormThreads, 1)
 
     if (needs_grad_s) {
       row_sum<true>(sums, cluster, scratch, static_cast<int>(turn));
-      if (lost && sums[1] == 0.0f) rstd = 0.0f;
       // grad_s = rstd * (g - mean(g) - xhat * mean(g * xhat))
       const float of_xhat = -rstd * (sums[1] / static_cast<float>(dim));
       const float constant = p.layer ? -rstd * (sums[0] / static_cast<float>(dim)) : 0.0f;
@@ -886,7 +873,6 @@ __global__ void __launch_bounds__(kAdaNormThreads, 1)
   const T* extra = static_cast<const T*>(p.grad_new_residual) + row * p.grad_new_residual_stride;
   const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
   const float2 statistics = load_statistics(p, row);
-  const bool lost = !(statistics.y > 0.0f);  // see nan_unless_zero
   const Values<T> scale(p.scale, row), gate(p.gate, row);
 
   // grad_out, xhat, 1 + scale, and weight * (1 + scale).
@@ -900,7 +886,6 @@ __global__ void __launch_bounds__(kAdaNormThreads, 1)
       xhat[k] = (xhat[k] - statistics.x) * statistics.y;
       factors[k] = scale_factor[k];
     }
-    if (lost) drop_unused(grad_out, xhat);
     multiply_weight<kAligned, T>(p.weight, column, dim, factors);
   };
 
@@ -908,7 +893,7 @@ __global__ void __launch_bounds__(kAdaNormThreads, 1)
   for (int column = threadIdx.x * N; column < dim; column += step) {
     float grad_out[N], xhat[N], scale_factor[N], factors[N];
     read(column, grad_out, xhat, scale_factor, factors);
-    float sum = 0.0f, dot = lost ? nan_unless_zero(grad_out) : 0.0f;
+    float sum = 0.0f, dot = 0.0f;
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       const float g = grad_out[k] * factors[k];
@@ -921,7 +906,6 @@ __global__ void __launch_bounds__(kAdaNormThreads, 1)
   row_sum<false>(sums, 1, scratch, 0);
   const float mean_g = p.layer ? sums[0] / static_cast<float>(dim) : 0.0f;
   const float mean_product = sums[1] / static_cast<float>(dim);
-  const float rstd = lost && mean_product == 0.0f ? 0.0f : statistics.y;
   if (means != nullptr && threadIdx.x == 0) means[row] = make_float2(mean_g, mean_product);
 
   for (int start = 0; start < dim; start += step) {
@@ -934,7 +918,7 @@ __global__ void __launch_bounds__(kAdaNormThreads, 1)
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       const float g = grad_out[k] * factors[k];
-      grad_out[k] = rstd * ((g - mean_g) - xhat[k] * mean_product);
+      grad_out[k] = statistics.y * ((g - mean_g) - xhat[k] * mean_product);
     }
     if (p.grad_new_residual != nullptr) {
       load<kAligned, N>(extra, column, dim).to_floats(a);
@@ -983,9 +967,7 @@ __global__ void __launch_bounds__(kAdaNormStreamedThreads)
       return to_float(static_cast<const T*>(tensor)[row * stride + column]);
     };
     const float grad_out = element(p.grad_out, p.grad_out_stride);
-    const bool lost = !(statistics.y > 0.0f);  // see nan_unless_zero
-    float xhat = (element(p.s, p.s_stride) - statistics.x) * statistics.y;
-    if (lost && grad_out == 0.0f) xhat = 0.0f;
+    const float xhat = (element(p.s, p.s_stride) - statistics.x) * statistics.y;
     const float factor = 1.0f + value_at(Values<T>(p.scale, row), column, 0.0f);
     const float a = p.scale_by_row ? grad_out * factor : grad_out;
     of_a += a;
@@ -993,8 +975,7 @@ __global__ void __launch_bounds__(kAdaNormStreamedThreads)
     if (!gate) continue;
     const float2 mean = means[row];
     const float g = grad_out * factor * weight;
-    const float rstd = lost && mean.y == 0.0f ? 0.0f : statistics.y;
-    float grad = rstd * ((g - mean.x) - xhat * mean.y);
+    float grad = statistics.y * ((g - mean.x) - xhat * mean.y);
     if (p.grad_new_residual != nullptr)
       grad += element(p.grad_new_residual, p.grad_new_residual_stride);
     of_gate = fmaf(grad, element(p.x, p.x_stride), of_gate);

@@ -703,7 +703,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     }
     const bool row_inside = row < p.rows;
     float rstd = Stages::kBulk ? next_rstd : rstds[stage * kBackwardThreads];
-    const bool lost = !(rstd > 0.0f);  // see nan_unless_zero
+    const bool lost = p.grad_new_residual != nullptr && !(rstd > 0.0f);  // see nan_unless_zero
     if (Stages::kBulk && row + row_step < p.rows) next_rstd = p.rstd[row + row_step];
 
     // mean(g * xhat), where g = grad_out * factor and xhat = x * rstd.
@@ -824,7 +824,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   const T* grad_new_residual =
       static_cast<const T*>(p.grad_new_residual) + row * p.grad_new_residual_stride;
   float rstd = p.rstd[row];
-  const bool lost = !(rstd > 0.0f);  // see nan_unless_zero
+  const bool lost = p.grad_new_residual != nullptr && !(rstd > 0.0f);  // see nan_unless_zero
   const int dim = static_cast<int>(p.dim);
   const int step = blockDim.x * N;
 
@@ -892,7 +892,8 @@ __global__ void __launch_bounds__(256)
     const float g = to_float(static_cast<const O*>(p.grad_out)[row * p.grad_out_stride + column]);
     const float x = to_float(static_cast<const T*>(p.x)[row * p.x_stride + column]);
     const float rstd = p.rstd[row];
-    sum += g == 0.0f && !(rstd > 0.0f) ? 0.0f : g * (x * rstd);  // see nan_unless_zero
+    const bool unused = g == 0.0f && !(rstd > 0.0f) && p.grad_new_residual != nullptr;
+    sum += unused ? 0.0f : g * (x * rstd);  // see nan_unless_zero
   }
   p.partials[blockIdx.y * p.dim + column] = sum;
 }
