@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from harness import (
@@ -219,6 +221,24 @@ def test_empty(fuselage, device, op, style, shape):
     for name in op.differentiable(inputs):
         assert leaves[name].grad.shape == inputs[name].shape
         assert not leaves[name].grad.any(), f"grad_{name} is not zero"
+
+
+IN_PLACE = [op for op in OPERATORS if op.name in ("fused_add_rms_norm", "bias_act", "add_mul_act")]
+
+
+@each_operator(IN_PLACE)
+@pytest.mark.parametrize("shape", EMPTY_SHAPES, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_empty_in_place(fuselage, device, op, shape, transposed):
+    """No elements overlap, whatever the strides between them are."""
+    inputs = op.inputs(shape, torch.bfloat16, device)
+    if transposed and len(shape) > 1:
+        for name in op.row_inputs:
+            inputs[name] = (
+                torch.empty(shape, dtype=torch.bfloat16, device=device).mT.contiguous().mT
+            )
+    outputs = replace(op, name=f"{op.name}_").run(fuselage, inputs, {})
+    assert outputs["out"] is inputs["x"]
 
 
 # Special values

@@ -27,10 +27,15 @@ def _case(draw: Draw, most_tokens: int) -> Case:
     tokens = draw.choice((1, draw.integer(1, 12), draw.integer(1, most_tokens)))
     if q_heads is None and batch == tokens:
         tokens += 1  # could be packed, and is refused
+    packed = q_heads is not None and draw.chance(0.1)
     positions = None
     if draw.chance(0.5):
         positions = draw.choice(POSITIONS)
+        if q_heads is None and positions == "shared_ids":
+            positions = "one_ids"  # the former makes three dimensions packed ones
         positions += "" if positions == "offset" else draw.choice((":int32", ":int64"))
+    if packed:
+        positions = draw.choice(("shared_ids:int32", "shared_ids:int64"))
     return Case(
         batch=batch,
         tokens=tokens,
@@ -44,6 +49,7 @@ def _case(draw: Draw, most_tokens: int) -> Case:
         table_dtype=draw.choice((None, torch.float32)),
         table_batch=None if positions else draw.choice((None, 1, batch)),
         positions=positions,
+        packed=packed,
     )
 
 
@@ -81,7 +87,7 @@ def make(draw: Draw, name: str, *, in_place: bool = False, ordinary: bool = Fals
 
 def _of_one_projection(draw: Draw, case: Case, inputs: dict) -> dict:
     """q and k as neighbours in one tensor."""
-    axis = case.heads_dim
+    axis = 1 if case.packed else case.heads_dim
     both = torch.cat((inputs["q"], inputs["k"]), axis).cpu()
     projection = draw.lay_out("q and k", both, rows=True, written=True)
     q, k = projection.split((inputs["q"].shape[axis], inputs["k"].shape[axis]), axis)

@@ -229,6 +229,19 @@ def make(draw: Draw, name: str, written: tuple[str, ...] = (), *, ordinary: bool
 
 # Checks
 
+# "What is promised, and tested" of the README: activations, parameters and gradients up to these
+# do not overflow, as long as what is added up over a row does not.
+MOST, MOST_OF_POLY = 1e15, 1e5
+
+
+def is_beyond(op: Operator, *tensors: dict) -> bool:
+    """Whether a finite number is larger than is promised for."""
+    most = MOST_OF_POLY if "poly" in op.name else MOST
+    numbers = [t for some in tensors for t in some.values() if isinstance(t, Tensor)]
+    return any(
+        bool((t.isfinite() & (t.abs() > most)).any()) for t in numbers if t.is_floating_point()
+    )
+
 
 def check(kernel, draw: Draw, call: Call) -> None:
     """One valid call: values, gradients, the same bits again, and what else must agree."""
@@ -250,6 +263,7 @@ def check_outputs(kernel, call: Call) -> dict[str, Tensor]:
     exact, terms = op.run_reference(inputs, options), op.run_output_terms(inputs, options)
     formula = op.run_eager(as_float32(inputs), options)
     dtype = inputs[op.main].dtype
+    beyond = is_beyond(op, inputs, op.defaults)
     inner_rounding = dtype if options.get("cast_before_weight") else None
     if inner_rounding in HALVES and op.name == "qk_norm_rotary":
         # Another tie moves a term, not the result that is left of two; tests/rope counts them.
@@ -267,6 +281,7 @@ def check_outputs(kernel, call: Call) -> dict[str, Tensor]:
                 name,
                 terms=terms.get(name),
                 inner_rounding=inner_rounding,
+                beyond=beyond,
             )
             if op.name not in ("apply_rotary", "qk_norm_rotary"):
                 assert output.is_contiguous(), f"{name} has strides {output.stride()}"
@@ -316,6 +331,7 @@ def check_gradients(kernel, call: Call, grad_outs: dict, requires) -> dict:
         {name: g.to(formula_dtype(options, name)) for name, g in grad_outs.items()},
         op.differentiable(inputs),
     )
+    beyond = is_beyond(op, inputs, op.defaults, grad_outs)
     with failing_as("a wrong gradient"):
         for name in op.differentiable(inputs):
             label = f"grad_{name}"
@@ -333,6 +349,7 @@ def check_gradients(kernel, call: Call, grad_outs: dict, requires) -> dict:
                     label,
                     terms=terms.get(name),
                     gradient=True,
+                    beyond=beyond,
                 )
     return actual
 

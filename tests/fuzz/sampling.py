@@ -123,7 +123,8 @@ def make_gumbel(draw: Draw, *, ordinary: bool = False) -> Call:
 def _unusual(draw: Draw, logits: Tensor) -> Tensor:
     kind = draw.weighted(huge=2, special=3, shifted=2, equal=1)
     if kind == "huge":
-        return (logits.double() * 1e30).clamp(-1e37, 1e37).to(logits.dtype)
+        most = min(1e37, torch.finfo(logits.dtype).max)
+        return (logits.double() * 1e30).clamp(-most, most).to(logits.dtype)
     if kind == "shifted":
         return logits + draw.choice((-1e3, 1e3, 3e4))
     if kind == "equal":
@@ -132,7 +133,8 @@ def _unusual(draw: Draw, logits: Tensor) -> Tensor:
     for _ in range(draw.integer(1, 4)):
         place = draw.integer(0, logits.numel() - 1)
         lowest = torch.finfo(logits.dtype).min
-        logits.view(-1)[place] = draw.choice((-torch.inf, float("nan"), lowest))
+        infinite = torch.inf if draw.chance(0.2) else -torch.inf
+        logits.view(-1)[place] = draw.choice((infinite, float("nan"), lowest))
     if draw.chance(0.2):
         logits[draw.integer(0, len(logits) - 1)] = draw.choice((-torch.inf, float("nan")))
     return logits
@@ -203,6 +205,8 @@ def _check_row(call: Call, row: int, tokens, logprobs=None, filtered=None, *, st
     logits = call.logits[row]
     slack = call.slack[row].item() if isinstance(call.slack, Tensor) else call.slack
     temperature = of_row(given.get("temperature"), row, 1.0)
+    if temperature < torch.finfo(torch.float32).tiny:
+        temperature = 0  # as is documented
     seeds = given["seed"]
     per_row = isinstance(seeds, Tensor) and len(seeds) > 1
     key = (of_row(seeds, row, 0), step, 0 if per_row else row)
@@ -210,6 +214,8 @@ def _check_row(call: Call, row: int, tokens, logprobs=None, filtered=None, *, st
         if (tokens != -1).any() or (logprobs is not None and (logprobs != -torch.inf).any()):
             raise Failure("a wrong value", f"row {row} has nothing to draw, got {tokens.tolist()}")
         return
+    if (logits == torch.inf).any():  # all that can be drawn, and each as far from itself as any
+        logits = torch.where(logits == torch.inf, 0.0, -torch.inf)
     if temperature == 0:
         _check_greedy(row, logits, tokens - first, slack, logprobs, filtered)
         return

@@ -98,6 +98,31 @@ def test_a_seed_that_is_no_int64_is_refused(fuselage, device, seed):
         fuselage.lm_head_sample_shard(hidden, weight, seed=seed, offset=None, vocab_offset=0)
 
 
+@pytest.mark.parametrize("wrong", [None, 1j, [1.0], "text"], ids=str)
+def test_arguments_of_the_wrong_kind_beside_a_seed(fuselage, device, wrong):
+    """The seed's tensor is made on the device of what is no tensor."""
+    _, weight = inputs(device)
+    calls = {
+        "gumbel_sample: `logits`": lambda: fuselage.gumbel_sample(wrong, seed=3),
+        "lm_head_sample: `hidden`": lambda: fuselage.lm_head_sample(wrong, weight, seed=3),
+        "lm_head_sample_shard: `hidden`": lambda: fuselage.lm_head_sample_shard(
+            wrong, weight, seed=3, offset=None, vocab_offset=0
+        ),
+    }
+    for words, call in calls.items():
+        with pytest.raises(TypeError, match=f"fuselage::{words} must be a tensor, got"):
+            call()
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("return_logprobs", [False, True])
+@pytest.mark.parametrize("wrong", [None, 1.5, 1j, "text", [None], [1.0], [()], {1: 2}], ids=str)
+def test_shards_of_the_wrong_kind(fuselage, wrong, return_logprobs):
+    message = "fuselage::combine_shard_samples: `shards` must be .*, got"
+    with pytest.raises(TypeError, match=message):
+        fuselage.combine_shard_samples(wrong, return_logprobs=return_logprobs)
+
+
 def test_integers_of_other_kinds_are_seeds(fuselage, device):
     logits = torch.zeros(2, 4096, device=device)
     expected = fuselage.gumbel_sample(logits, seed=7)

@@ -184,7 +184,11 @@ inline std::optional<int64_t> row_stride_of(const Tensor& tensor) {
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
   const int64_t last = tensor.dim() - 1;
-  if (sizes[last] != 1 && strides[last] != 1) return std::nullopt;
+  // Whatever its strides are, a tensor without elements has no rows to read.
+  const auto none = [&] {
+    return tensor.numel() == 0 ? std::optional<int64_t>(sizes[last]) : std::nullopt;
+  };
+  if (sizes[last] != 1 && strides[last] != 1) return none();
   int64_t row_stride = sizes[last];
   int64_t next = -1;  // the stride that the next dimension out must have
   for (int64_t i = last - 1; i >= 0; --i) {
@@ -192,7 +196,7 @@ inline std::optional<int64_t> row_stride_of(const Tensor& tensor) {
     if (next == -1) {
       row_stride = strides[i];
     } else if (strides[i] != next) {
-      return std::nullopt;
+      return none();
     }
     next = strides[i] * sizes[i];
   }

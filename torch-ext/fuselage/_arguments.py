@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -70,6 +70,7 @@ _WORDS = {
     str: "a str",
     torch.dtype: "a torch.dtype",
     type(None): "None",
+    Sequence: "a sequence",
 }
 
 

@@ -75,8 +75,8 @@ def lm_head_sample(
         weight: `[vocab, dim]`, in the dtype of `hidden` or float8_e4m3fn, with any row stride. The
             vocabulary is at most 2^26, here and in `gumbel_sample`.
         temperature: At least 0; a number, or float32 `[batch]` or `[1]`. 0 takes the greatest
-            logit, of equals the lowest index, whatever the filters are. In a tensor, a negative or
-            subnormal number and NaN are 0.
+            logit, of equals the lowest index, whatever the filters are. A subnormal number is 0;
+            in a tensor a negative one and NaN are, too.
         top_k: The number of largest logits that may be drawn, where 0 or less is all; an int, or
             int64 `[batch]` or `[1]`.
         top_p: Of what top_k leaves, the fewest greatest logits whose probabilities sum up to top_p
@@ -237,7 +237,22 @@ def combine_shard_samples(
 
     Raises:
         RuntimeError: No shards, or log-probabilities of shards without `log_sum_exp`.
+        TypeError: Shards that are no sequence of such results.
     """
+    try:
+        return _combine(shards, return_logprobs)
+    except (AttributeError, IndexError, TypeError):
+        refuse_wrong_kinds()
+        for shard in shards:
+            if not isinstance(shard, ShardSample):
+                raise TypeError(
+                    "fuselage::combine_shard_samples: `shards` must be results of "
+                    f"lm_head_sample_shard, got {type(shard).__name__}"
+                ) from None
+        raise
+
+
+def _combine(shards, return_logprobs):
     if len(shards) == 0:
         raise RuntimeError("fuselage::combine_shard_samples: `shards` must not be empty")
     scores, tokens, logits = (
@@ -286,7 +301,12 @@ def _noise(op, x, seed, offset, generator=None) -> tuple[torch.Tensor, Optional[
     if generator is not None:
         raise RuntimeError(f"fuselage::{op}: `generator` must be None where there is a `seed`")
     if not isinstance(seed, torch.Tensor):
-        seed = torch.full((1,), _whole(op, seed), dtype=torch.int64, device=x.device)
+        number = _whole(op, seed)
+        try:
+            seed = torch.full((1,), number, dtype=torch.int64, device=x.device)
+        except AttributeError:
+            refuse_wrong_kinds()
+            raise
     return seed, offset
 
 
