@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -99,8 +101,8 @@ def allowed(logits: Tensor, temperature=1.0, top_k=None, top_p=None, min_p=None)
         count = int((p[order].cumsum(0) < top_p).sum()) + 1
         bound = max(bound, logits[order[min(count, len(order)) - 1]].item())
     keep = logits >= bound
-    if min_p is not None:
-        keep &= p >= min_p * p.max()
+    if min_p:  # as logarithms: probabilities of a high temperature are all rounded to the same
+        keep &= (logits - logits.max()) / temperature >= math.log(min_p)
     return keep & (logits > -torch.inf)
 
 

@@ -181,7 +181,9 @@ def gate_residual_ada_norm(
     """
     if norm not in ("layer", "rms"):
         refuse_wrong_kinds()
-        raise ValueError(f"fuselage::gate_residual_ada_norm: norm must be layer or rms, got {norm}")
+        raise ValueError(
+            f"fuselage::gate_residual_ada_norm: `norm` must be 'layer' or 'rms', got {norm!r}"
+        )
     args = (x, residual, gate, scale, shift, weight, bias, eps, norm == "layer")
     if _some_need_grad(x, residual, gate, scale, shift, weight, bias):
         if uses_registered():
