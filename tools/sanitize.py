@@ -25,10 +25,11 @@ REPO_DIR = Path(__file__).resolve().parent.parent
 OUTPUT = REPO_DIR / "build/.sanitize"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 
-# Of `kernels_ci`, what asks the most of a CPU's time and least of its memory: bits, one by one.
+# Of `kernels_ci`, what asks the most of a CPU's time and least of its memory: bits, one by one, and
+# Inductor's compiler.
 # NOTE: pytest must leave the file descriptors alone, or a report is lost with the process.
 QUICK = ("-m", "kernels_ci", "-q", "-x", "-p", "no:cacheprovider", "--capture=sys")
-LEFT_OUT = "not same_bits and not do_not_depend and not planted and not every_name"
+LEFT_OUT = "not same_bits and not do_not_depend and not planted and not every_name and not inductor"
 
 
 def sanitized_environment() -> dict[str, str]:
