@@ -338,6 +338,12 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 // ---- backward ----
 
+// Whether the normalised row may be a result that is not used, of a sum that is: a row without
+// statistics (see nan_unless_zero).
+__device__ __forceinline__ bool may_be_unused(const RmsNormBackward& p, float rstd) {
+  return p.grad_new_residual != nullptr && !(rstd > 0.0f);
+}
+
 // The rows of the gradient's inputs on their way through shared memory, a few stages of them. A stage holds,
 // for each row of the block, grad_out, x and perhaps grad_new_residual.
 
@@ -703,7 +709,6 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     }
     const bool row_inside = row < p.rows;
     float rstd = Stages::kBulk ? next_rstd : rstds[stage * kBackwardThreads];
-    const bool lost = p.grad_new_residual != nullptr && !(rstd > 0.0f);  // see nan_unless_zero
     if (Stages::kBulk && row + row_step < p.rows) next_rstd = p.rstd[row + row_step];
 
     // mean(g * xhat), where g = grad_out * factor and xhat = x * rstd.
@@ -716,23 +721,27 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         staged.grad_out(row, stage, j, g);
         staged.x(row, stage, j, x);
         dots[j] = 0.0f;
-        if (lost) {
-          dots[j] = nan_unless_zero(g);
-          continue;
-        }
 #pragma unroll
         for (int k = 0; k < N; ++k) dots[j] += g[k] * factors[j][k] * x[k];
       }
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) dot[0] += dots[j];
+      if (may_be_unused(p, rstd)) {
+        dot[0] = 0.0f;
+#pragma unroll 1
+        for (int j = 0; j < kVectors; ++j) {
+          float g[N];
+          staged.grad_out(row, stage, j, g);
+          dot[0] += nan_unless_zero(g);
+        }
+      }
     }
     row_sum<true>(dot, cluster, scratch, turn);
     if constexpr (Stages::kBulk) {
       // The sum had a barrier: all threads of the row are done with the row before it.
       if (turn > 0) start(row_to_start, stage_to_start);
     }
-    const bool unused = lost && dot[0] == 0.0f;
-    if (unused) rstd = 0.0f;
+    if (may_be_unused(p, rstd)) rstd = dot[0];  // 0 where it is not used, and NaN otherwise
     const float x_factor = dot[0] / static_cast<float>(dim) * rstd * rstd * rstd;
 
     // grad_x = rstd * g - x * rstd^2 * mean(g * xhat), and this row's part of grad_weight.
@@ -743,7 +752,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         float g[N], x[N];
         staged.grad_out(row, stage, j, g);
         staged.x(row, stage, j, x);
-        if (unused) Vector<float, N>::zero().to_floats(x);
+        if (may_be_unused(p, rstd)) Vector<float, N>::zero().to_floats(x);  // it may be infinite
 #pragma unroll
         for (int k = 0; k < N; ++k) {
           g[k] *= rstd;
@@ -824,7 +833,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   const T* grad_new_residual =
       static_cast<const T*>(p.grad_new_residual) + row * p.grad_new_residual_stride;
   float rstd = p.rstd[row];
-  const bool lost = p.grad_new_residual != nullptr && !(rstd > 0.0f);  // see nan_unless_zero
+  const bool lost = may_be_unused(p, rstd);
   const int dim = static_cast<int>(p.dim);
   const int step = blockDim.x * N;
 
@@ -892,8 +901,7 @@ __global__ void __launch_bounds__(256)
     const float g = to_float(static_cast<const O*>(p.grad_out)[row * p.grad_out_stride + column]);
     const float x = to_float(static_cast<const T*>(p.x)[row * p.x_stride + column]);
     const float rstd = p.rstd[row];
-    const bool unused = g == 0.0f && !(rstd > 0.0f) && p.grad_new_residual != nullptr;
-    sum += unused ? 0.0f : g * (x * rstd);  // see nan_unless_zero
+    sum += g == 0.0f && may_be_unused(p, rstd) ? 0.0f : g * (x * rstd);
   }
   p.partials[blockIdx.y * p.dim + column] = sum;
 }
@@ -967,7 +975,7 @@ template <typename T, typename O, int kVectors, template <typename, typename, in
 gpuError launch_backward_rows(const RmsNormBackward& p, const BackwardPolicy& policy,
                               gpuStream stream) {
   using Chosen = Stages<T, O, kVectors>;
-  if constexpr (kVectors > 1 && !Chosen::kBulk) {
+  if constexpr (kVectors > 1) {
     if (policy.row.vectors < kVectors) {
       return launch_backward_rows<T, O, kVectors / 2, Stages, false>(p, policy, stream);
     }

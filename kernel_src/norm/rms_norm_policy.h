@@ -195,8 +195,7 @@ inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& device, bool al
   };
   const int64_t turns =
       ceil_div(rows * row.cluster, int64_t{device.multiprocessors} * row.rows_per_block);
-  policy.bulk = aligned && device.has_bulk_copy && row.threads_per_row > kWarpSize &&
-                row.vectors == kBackwardColumns / vector_size && turns > 2 &&
+  policy.bulk = aligned && device.has_bulk_copy && row.threads_per_row > kWarpSize && turns > 2 &&
                 2 * bulk_bytes_of(1) <= shared_bytes;
   while (policy.bulk && 2 * bulk_bytes_of(row.rows_per_block) > shared_bytes) --row.rows_per_block;
   const int stage_bytes =
