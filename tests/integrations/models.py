@@ -80,7 +80,7 @@ def counted_ops(fuselage) -> Iterator[Counter]:
 
 def _name_of(func, fuselage) -> list[str]:
     namespace, _, name = getattr(getattr(func, "_schema", None), "name", "").partition("::")
-    ours = fuselage.norm.add_op_namespace_prefix("")[:-2]
+    ours = fuselage._ops.add_op_namespace_prefix("")[:-2]
     return [name.removesuffix("_fwd")] if namespace == ours else []
 
 
