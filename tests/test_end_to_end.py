@@ -45,12 +45,19 @@ def test_it_verifies_times_and_writes(main, tmp_path, capsys):
     assert len(rows) == 2 * len(names)
 
 
+def believe_every_norm(norms, monkeypatch) -> None:
+    """Lets `patch` replace norms without looking at what they compute."""
+    probe = SimpleNamespace(**vars(norms._probe))
+    probe.agree = lambda *args: True
+    monkeypatch.setattr(norms, "_probe", probe)
+
+
 def test_it_does_not_time_what_is_wrong(main, fuselage, monkeypatch, capsys):
     assert fuselage.integrations.transformers
     norms = sys.modules[fuselage.__name__ + ".integrations._norms"]
     right = norms.rms_norm
     monkeypatch.setattr(norms, "rms_norm", lambda *args, **kw: 1.01 * right(*args, **kw))
-    monkeypatch.setattr(norms, "_behaves_the_same", lambda *args: True)
+    believe_every_norm(norms, monkeypatch)
     monkeypatch.setattr(norms, "_found", {})
     assert main([*OPTIONS, "--only", "llama-prefill"]) == 1
     output = capsys.readouterr().out
@@ -91,7 +98,7 @@ def test_full_size_is_verified_in_float32(main, scenarios, fuselage, monkeypatch
         norms = sys.modules[fuselage.__name__ + ".integrations._norms"]
         rms_norm = norms.rms_norm
         monkeypatch.setattr(norms, "rms_norm", lambda *args, **kw: 1.001 * rms_norm(*args, **kw))
-        monkeypatch.setattr(norms, "_behaves_the_same", lambda *args: True)
+        believe_every_norm(norms, monkeypatch)
         monkeypatch.setattr(norms, "_found", {})
     options = cli.parse_arguments(["--seconds", "0.01", "--no-compile"])
     exact = cli.exact_error("llama-prefill", fuselage, "cpu")
