@@ -55,7 +55,7 @@ def head_of(rows: torch.Tensor, batch: int, dtype, start: int) -> tuple[torch.Te
     return hidden.to(dtype)[:, start : start + 8], weight.to(dtype)[:, start : start + 8]
 
 
-# A Hopper GPU has a kernel for rows of half types that are aligned, and others for all else.
+# A Hopper GPU has a kernel for rows of half precision that are aligned, and others for all else.
 @pytest.mark.parametrize(
     ("dtype", "start"),
     [(torch.float32, 0), (torch.bfloat16, 0), (torch.float16, 0), (torch.bfloat16, 1)],
