@@ -53,6 +53,7 @@ def pytest_report_header() -> str:
     return f"devices: {', '.join(DEVICES)}" + (f" (no GPU tests: {reason})" if reason else "")
 
 
+@pytest.hookimpl(optionalhook=True)  # the Hub's builder has no xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Processes for `-n auto`: one a core, but few on a GPU, whose memory the slow tests fill."""
     if "cuda" not in DEVICES:
