@@ -31,6 +31,25 @@ def test_loading_imports_nothing_large():
     assert done.stdout.split() == []
 
 
+INTEGRATIONS = f"""
+import sys
+from kernels import get_kernel
+kernel = get_kernel({REPO_ID!r}, version={VERSION}, backend={{backend!r}})
+name = f"{{{{kernel.__name__}}}}.integrations"
+assert "integrations" in kernel.__all__ and "integrations" in dir(kernel)
+assert name not in sys.modules
+assert kernel.integrations is sys.modules[name]
+assert {{{{"transformers", "diffusers"}}}}.isdisjoint(sys.modules)
+"""
+
+
+@pytest.mark.kernels_ci
+def test_integrations_are_imported_when_they_are_asked_for():
+    child = [sys.executable, "-c", INTEGRATIONS.format(backend=kernel_backend())]
+    done = subprocess.run(child, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_benchmark_writes_its_result(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(REPO_DIR)
     from benchmarks import load_time

@@ -37,9 +37,18 @@ from .rope import (
     qk_norm_rotary,
     wan_rotary_tables,
 )
-from .sampling import combine_shard_samples, gumbel_sample, lm_head_sample, lm_head_sample_shard
+from .sampling import (
+    Sample,
+    ShardSample,
+    combine_shard_samples,
+    gumbel_sample,
+    lm_head_sample,
+    lm_head_sample_shard,
+)
 
 __all__ = [
+    "Sample",
+    "ShardSample",
     "ada_layer_norm",
     "ada_rms_norm",
     "add_mul_act",
@@ -61,6 +70,7 @@ __all__ = [
     "gelu_tanh_and_mul",
     "grouped_poly_norm",
     "gumbel_sample",
+    "integrations",
     "layer_norm",
     "layers",
     "lm_head_sample",
@@ -91,3 +101,7 @@ def __getattr__(name: str):
     if name == "integrations":
         return importlib.import_module(".integrations", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

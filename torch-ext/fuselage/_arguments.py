@@ -40,8 +40,8 @@ def explain_errors_of(ops) -> None:
 
 def refuse_wrong_kinds() -> None:
     """Raises TypeError if the public function that is running has an argument of the wrong kind."""
-    package = sys.modules[__package__]
-    members = (getattr(package, name) for name in package.__all__)
+    package = vars(sys.modules[__package__])
+    members = (package.get(name) for name in package["__all__"])  # nothing is imported for it
     public = {f.__code__: f for f in members if isinstance(f, types.FunctionType)}
     frame = sys._getframe(1)
     while frame is not None and frame.f_code not in public:
