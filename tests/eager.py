@@ -146,8 +146,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
-    return F.gelu(gate, approximate=approximate) * up
+def geglu(gate: Tensor, up: Tensor, activation: str = "gelu") -> Tensor:
+    return ACTIVATIONS[activation](gate) * up
 
 
 def swiglu_clamped(

@@ -533,8 +533,8 @@ GEGLU = Operator(
     name="geglu",
     reference=reference.geglu,
     eager=eager.geglu,
-    styles={"torch": Style(), "tanh": Style(options={"approximate": "tanh"})},
-    defaults={"approximate": "none"},
+    styles={"torch": Style(), "tanh": Style(options={"activation": "gelu_tanh"})},
+    defaults={"activation": "gelu"},
     gradient_terms=reference.glu_terms,
     **_GLU,
 )

@@ -414,12 +414,8 @@ def swiglu(gate: Tensor, up: Tensor, *, dtype) -> Tensor:
     return ACTIVATIONS["silu"](gate) * up
 
 
-def _gelu_of(approximate: str) -> str:
-    return {"none": "gelu", "tanh": "gelu_tanh"}[approximate]
-
-
-def geglu(gate: Tensor, up: Tensor, approximate: str = "none", *, dtype) -> Tensor:
-    return ACTIVATIONS[_gelu_of(approximate)](gate) * up
+def geglu(gate: Tensor, up: Tensor, activation: str = "gelu", *, dtype) -> Tensor:
+    return ACTIVATIONS[activation](gate) * up
 
 
 def swiglu_clamped(
@@ -486,8 +482,8 @@ def _gated(activation, gate: Tensor, up: Tensor, grad_out: Tensor | None):
     return grad_out.abs() * up.abs() * slope, grad_out.abs() * value
 
 
-def glu_terms(gate, up, approximate=None, *, grad_out=None, **_):
-    activation = ACTIVATIONS["silu" if approximate is None else _gelu_of(approximate)]
+def glu_terms(gate, up, activation="silu", *, grad_out=None, **_):
+    activation = ACTIVATIONS[activation]
     terms = _gated(activation, gate, up, grad_out)
     return {"out": terms} if grad_out is None else {"gate": terms[0], "up": terms[1]}
 

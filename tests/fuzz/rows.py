@@ -133,7 +133,7 @@ def _plain(draw: Draw, shape, dtype):
 
 
 def _geglu(draw: Draw, shape, dtype):
-    return {}, {"approximate": draw.choice(("none", "tanh"))}
+    return {}, {"activation": draw.choice(("gelu", "gelu_tanh"))}
 
 
 STYLES: dict[str, tuple[Operator, Callable]] = {

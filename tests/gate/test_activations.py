@@ -60,7 +60,7 @@ def test_packed_and_apart_have_the_same_bits(fuselage, device, dtype, dim):
         (fuselage.swiglu, fuselage.silu_and_mul, fuselage.mul_and_silu),
         (fuselage.geglu, fuselage.gelu_and_mul, fuselage.mul_and_gelu),
         (
-            lambda gate, up: fuselage.geglu(gate, up, approximate="tanh"),
+            lambda gate, up: fuselage.geglu(gate, up, "gelu_tanh"),
             fuselage.gelu_tanh_and_mul,
             fuselage.mul_and_gelu_tanh,
         ),
@@ -305,22 +305,24 @@ def test_errors_name_the_function(fuselage, device, op):
         torch.autograd.grad(out.sum(), x, create_graph=True)
 
 
-def test_an_unknown_approximation_is_refused(fuselage, device):
+@pytest.mark.parametrize("activation", ["tanh", "silu"])
+def test_geglu_refuses_other_activations(fuselage, device, activation):
     inputs = GEGLU.inputs((3, 8), DTYPES[0], device)
-    with pytest.raises(RuntimeError, match=r"fuselage::geglu: `approximate` .* got 'erf'"):
-        fuselage.geglu(**inputs, approximate="erf")
+    words = rf"^fuselage::geglu: `activation` must be one of gelu, gelu_tanh, got '{activation}'"
+    with pytest.raises(RuntimeError, match=words):
+        fuselage.geglu(**inputs, activation=activation)
 
 
 # Modules
 
 
-@pytest.mark.parametrize("options", [{}, {"approximate": "tanh"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"activation": "gelu_tanh"}], ids=str)
 def test_modules(fuselage, device, options):
     x = normal((3, 5, 16), torch.bfloat16, device)
     gelu = fuselage.modules.GeluAndMul(**options)
     function = fuselage.gelu_tanh_and_mul if options else fuselage.gelu_and_mul
     assert_same_bits(gelu(x), function(x), "GeluAndMul")
     assert_same_bits(fuselage.modules.SiluAndMul()(x), fuselage.silu_and_mul(x), "SiluAndMul")
-    assert repr(gelu) == f"GeluAndMul(approximate={options.get('approximate', 'none')!r})"
-    with pytest.raises(ValueError, match="approximate"):
-        fuselage.modules.GeluAndMul("erf")
+    assert repr(gelu) == f"GeluAndMul(activation={options.get('activation', 'gelu')!r})"
+    with pytest.raises(RuntimeError, match=r"^fuselage::GeluAndMul: `activation` must .* 'tanh'"):
+        fuselage.modules.GeluAndMul("tanh")

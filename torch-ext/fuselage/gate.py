@@ -66,15 +66,18 @@ _RELU2 = 8
 _NAMES = {number: name for name, number in _NUMBERS.items()}
 
 
-def _number_of(op: str, activation: str) -> int:
+_GELUS = {"gelu": _GELU, "gelu_tanh": _GELU_TANH}
+
+
+def _number_of(op: str, activation: str, numbers: dict[str, int] = _NUMBERS) -> int:
     try:
-        number = _NUMBERS.get(activation)
-    except TypeError:  # no key
+        number = numbers.get(activation)
+    except TypeError:  # not hashable
         number = None
     if number is None:
         refuse_wrong_kinds()
         raise RuntimeError(
-            f"fuselage::{op}: `activation` must be one of {', '.join(_NUMBERS)}, got {activation!r}"
+            f"fuselage::{op}: `activation` must be one of {', '.join(numbers)}, got {activation!r}"
         )
     return number
 
@@ -260,21 +263,22 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _apply_glu(gate, up, _SILU)
 
 
-def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """`gelu(gate) * up`, or `gelu_tanh(gate) * up` with `approximate="tanh"`.
+def geglu(gate: torch.Tensor, up: torch.Tensor, activation: str = "gelu") -> torch.Tensor:
+    """`activation(gate) * up`, where the activation is `gelu` or `gelu_tanh`.
 
-    Arguments, result and errors otherwise as in `swiglu`.
+    Args:
+        gate, up: As in `swiglu`.
+        activation: "gelu" or "gelu_tanh".
 
-    Source: Shazeer, "GLU Variants Improve Transformer", 2020; the MLP of Gemma ("tanh").
+    Returns:
+        As `swiglu`.
+
+    Raises:
+        RuntimeError: As `swiglu`, and for another activation.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020; the MLP of Gemma ("gelu_tanh").
     """
-    if approximate == "none":
-        return _apply_glu(gate, up, _GELU)
-    if approximate == "tanh":
-        return _apply_glu(gate, up, _GELU_TANH)
-    refuse_wrong_kinds()
-    raise RuntimeError(
-        f"fuselage::geglu: `approximate` must be 'none' or 'tanh', got {approximate!r}"
-    )
+    return _apply_glu(gate, up, _number_of("geglu", activation, _GELUS))
 
 
 # Fused epilogues

@@ -199,4 +199,4 @@ class GeGLUMLP(torch.nn.Module):
     down_proj: torch.nn.Module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), approximate="tanh"))
+        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), activation="gelu_tanh"))

@@ -305,17 +305,20 @@ class GeluAndMul(torch.nn.Module):
     """`[..., 2 * dim] -> [..., dim]`: `gelu_and_mul`, or `gelu_tanh_and_mul`.
 
     Args:
-        approximate: "none" or "tanh".
+        activation: "gelu" or "gelu_tanh".
     """
 
-    def __init__(self, approximate: str = "none"):
+    def __init__(self, activation: str = "gelu"):
         super().__init__()
-        if approximate not in ("none", "tanh"):
-            raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
-        self.approximate = approximate
+        if activation not in ("gelu", "gelu_tanh"):
+            raise RuntimeError(
+                "fuselage::GeluAndMul: `activation` must be one of gelu, gelu_tanh, got "
+                f"{activation!r}"
+            )
+        self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gelu_and_mul(x) if self.approximate == "none" else gelu_tanh_and_mul(x)
+        return gelu_and_mul(x) if self.activation == "gelu" else gelu_tanh_and_mul(x)
 
     def extra_repr(self) -> str:
-        return f"approximate={self.approximate!r}"
+        return f"activation={self.activation!r}"

@@ -207,7 +207,7 @@ OPERATORS = [
     _operator(
         "geglu",
         geglu,
-        lambda f: partial(f.geglu, approximate="tanh"),
+        lambda f: partial(f.geglu, activation="gelu_tanh"),
         _two,
         (_moves(3), _moves(5)),
         _GATES,

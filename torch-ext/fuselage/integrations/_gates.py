@@ -39,7 +39,7 @@ _ACTIVATIONS = {
 _TWO_INPUTS = {
     "silu": swiglu,
     "gelu": geglu,
-    "gelu_tanh": lambda gate, up: geglu(gate, up, approximate="tanh"),
+    "gelu_tanh": lambda gate, up: geglu(gate, up, "gelu_tanh"),
 }
 _GATE_FIRST = {"silu": silu_and_mul, "gelu": gelu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
 
