@@ -45,7 +45,7 @@ def test_wan(fuselage, device, dim):
 
 
 def test_wan_heads_are_even(fuselage, device):
-    with pytest.raises(ValueError, match="`dim` must be even, got 15"):
+    with pytest.raises(RuntimeError, match="`dim` must be even, got 15"):
         fuselage.wan_rotary_tables(3, 4, 5, 15, device=device)
 
 

@@ -174,15 +174,14 @@ def gate_residual_ada_norm(
         `gate`, `scale`, `shift`, `weight` and `bias`.
 
     Raises:
-        RuntimeError: As `layer_norm`.
-        ValueError: Another `norm`.
+        RuntimeError: As `layer_norm`, and for another `norm`.
 
     Source: the adaLN-Zero block of Peebles and Xie, 2022.
     """
     if norm not in ("layer", "rms"):
         refuse_wrong_kinds()
-        raise ValueError(
-            f"fuselage::gate_residual_ada_norm: `norm` must be 'layer' or 'rms', got {norm!r}"
+        raise RuntimeError(
+            f"fuselage::gate_residual_ada_norm: `norm` must be one of layer, rms, got {norm!r}"
         )
     args = (x, residual, gate, scale, shift, weight, bias, eps, norm == "layer")
     if _some_need_grad(x, residual, gate, scale, shift, weight, bias):

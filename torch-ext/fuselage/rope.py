@@ -318,12 +318,12 @@ def wan_rotary_tables(
         `(cos, sin)`, both `[frames * height * width, dim]`.
 
     Raises:
-        ValueError: An odd `dim`.
+        RuntimeError: An odd `dim`.
 
     Source: `WanRotaryPosEmbed` of diffusers.
     """
     if dim % 2 != 0:
-        raise ValueError(f"wan_rotary_tables: `dim` must be even, got {dim}")
+        raise RuntimeError(f"fuselage::wan_rotary_tables: `dim` must be even, got {dim}")
     part = 2 * (dim // 6)
     positions = [
         torch.arange(size, dtype=torch.float64, device=device) for size in (frames, height, width)

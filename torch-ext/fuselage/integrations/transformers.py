@@ -112,10 +112,10 @@ def kernel_mapping(
         `{layer: {device: {mode: repository}}}`.
 
     Raises:
-        ValueError: Both `repo_id` and `repo_path` are given.
+        RuntimeError: Both `repo_id` and `repo_path` are given.
     """
     if repo_id is not None and repo_path is not None:
-        raise ValueError("kernel_mapping: give repo_id or repo_path, not both")
+        raise RuntimeError("fuselage: kernel_mapping takes `repo_id` or `repo_path`, got both")
     members = vars(layers).items()
     names = [k for k, v in members if isinstance(v, type) and issubclass(v, torch.nn.Module)]
 
