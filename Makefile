@@ -22,8 +22,8 @@ CODE = $(shell find kernel_src torch-ext tests \( -name '*.h' -o -name '*.cpp' -
          ! -path torch-ext/registration.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build build-cpu build-cuda test test-all fuzz sanitize lint format bench check-hip \
-  check-abi check-size clean
+.PHONY: help demo build build-cpu build-cuda test test-all fuzz sanitize lint format bench \
+  check-hip check-abi check-size clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -52,14 +52,15 @@ test-all: build  ## build, then run every test; CI runs these
 fuzz: build  ## random calls of every function for a minute (CASE='op seed' replays; FUZZ= options)
 	PYTHONPATH=tests:$$PYTHONPATH $(PYTHON) -m fuzz $(if $(CASE),--replay "$(CASE)") $(FUZZ)
 
-sanitize: $(ENVIRONMENT)  ## ASan, UBSan: quick tests and fuzzer (SANITIZE="--device cuda": compute-sanitizer)
+sanitize: $(ENVIRONMENT)  ## tests and fuzzer under sanitizers (SANITIZE="--device cuda": on a GPU)
 	$(PYTHON) tools/sanitize.py $(SANITIZE)
 
-lint: $(ENVIRONMENT)  ## ruff, clang-format, and that build.toml lists every source
+lint: $(ENVIRONMENT)  ## ruff, clang-format, 100 columns, and that build.toml lists every source
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	@echo "$(CLANG_FORMAT) --dry-run -Werror ($(words $(CODE)) files)"
 	@$(CLANG_FORMAT) --dry-run -Werror $(CODE)
+	@$(PYTHON) tools/check_columns.py
 	@$(BUILD) --check
 
 format: $(ENVIRONMENT)  ## rewrite the sources in the project's style
@@ -73,10 +74,10 @@ bench: build  ## measure against PyTorch (BENCH= passes options; GPU: requiremen
 check-hip: $(ENVIRONMENT)  ## compile every GPU source for AMD gfx90a (clang 19, no GPU needed)
 	@$(PYTHON) tools/check_hip.py
 
-check-abi: $(ENVIRONMENT)  ## limited API 3.9, manylinux_2_28, Torch's stable ABI, no shared state, of what is built
+check-abi: $(ENVIRONMENT)  ## limited API, manylinux_2_28, Torch's stable ABI, no shared state
 	@$(PYTHON) tools/check_abi.py
 
-check-size: $(ENVIRONMENT)  ## size and compile time by file, of the CUDA variant; fails beyond the bars
+check-size: $(ENVIRONMENT)  ## the CUDA variant's size and compile time by file
 	@$(PYTHON) tools/check_size.py
 
 clean:  ## remove build output, not .venv

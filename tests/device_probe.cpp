@@ -1,4 +1,5 @@
-// Runs common/device_info.cu against a made-up runtime (test_policies.py). Prints "ok", or what is wrong.
+// Runs common/device_info.cu against a made-up runtime (test_policies.py). Prints "ok", or what is
+// wrong.
 #include <atomic>
 #include <cstdio>
 #include <map>

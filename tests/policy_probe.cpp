@@ -1,5 +1,6 @@
-// Sweeps every launch policy of the GPU kernels over made-up devices and prints what a GPU would refuse or a kernel
-// not stand. Plain C++, built and run by test_policies.py. A line for each family and device:
+// Sweeps every launch policy of the GPU kernels over made-up devices and prints what a GPU would
+// refuse or a kernel not stand. Plain C++, built and run by test_policies.py. A line for each
+// family and device:
 //   <family>|<device>|<cases>|<violations>|<the first of them>
 #include <cstdio>
 #include <cstring>
@@ -197,7 +198,8 @@ void rms_norm_forward(const DeviceInfo& device, Report& report) {
              policy.shared_bytes + kForwardArrayBytes, row.cluster},
             kMaxThreads);
         report.expect(aligned || row.rows_per_thread == 1, "unaligned rows are one a thread");
-        // Streamed rows are added up in another order. T4 and AMD GPUs have no room for the longest.
+        // Streamed rows are added up in another order. T4 and AMD GPUs have too little shared
+        // memory for the longest.
         if (device.max_shared_memory >= 99 * kKB) {
           const bool is_long = rms_norm_forward_rows(device, aligned, size, rows, dim).streamed;
           report.expect(row.streamed == is_long, "streamed because it is not aligned");
