@@ -23,7 +23,7 @@ CODE = $(shell find kernel_src torch-ext tests \( -name '*.h' -o -name '*.cpp' -
 
 .DEFAULT_GOAL := help
 .PHONY: help demo build build-cpu build-cuda test test-all fuzz sanitize lint format bench \
-  check-hip check-abi check-size clean
+  check-hip check-abi check-size docs clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -79,6 +79,10 @@ check-abi: $(ENVIRONMENT)  ## limited API, manylinux_2_28, Torch's stable ABI, n
 
 check-size: $(ENVIRONMENT)  ## the CUDA variant's size and compile time by file
 	@$(PYTHON) tools/check_size.py
+
+docs: $(ENVIRONMENT)  ## write the generated pages: docs/reference, and the tables of the benchmarks
+	$(PYTHON) tools/write_docs.py
+	$(PYTHON) -m benchmarks.roofline.readme_table
 
 clean:  ## remove build output, not .venv
 	find build -mindepth 1 ! -name README.md -delete

@@ -1,4 +1,17 @@
-"""fuselage: fused operators for transformers and diffusion models, forward and backward."""
+"""fuselage: fused operators for transformers and diffusion models, forward and backward.
+
+What holds for all functions, unless they say otherwise:
+
+- Inputs are float16, bfloat16 or float32 tensors with any leading dimensions, on CUDA, ROCm or the
+  CPU. Arithmetic is in float32. Weights, biases, scales and tables have the dtype of the input or
+  float32. `combine_shard_samples` and the tables of video models are written in PyTorch.
+- They are differentiable once, in every floating-point input that can have a gradient.
+- Functions whose names end in `_` write over their inputs. They have no gradient, and neither has
+  sampling.
+- All work under `torch.compile`, `torch.autocast` and CUDA graphs.
+- A wrong dtype, shape, device or option raises `RuntimeError`, and an argument of the wrong kind
+  `TypeError`, before anything is written.
+"""
 
 import importlib
 

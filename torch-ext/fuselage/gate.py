@@ -1,7 +1,8 @@
 """Activations: plain, gated, and fused with the bias and the addition before them.
 
-All are element-wise: computed in float32 and rounded once, forward and backward. The backward
-recomputes what it needs from the inputs, and nothing else is kept for it.
+All are element-wise: computed in float32 and rounded once, forward and backward, where a model may
+round after each step. The backward recomputes what it needs from the inputs, and saves nothing
+else. Packed tensors are read in place: no split copies a half, and the gradient is packed.
 """
 
 from __future__ import annotations
@@ -222,8 +223,9 @@ def swiglu_clamped(
         alpha: The slope in the sigmoid.
         limit: Where gate and up are clamped. The gradient at the limit itself passes, as it does in
             `torch.clamp`.
-        interleaved: Gate and up take turns, `gate, up = x[..., ::2], x[..., 1::2]`, as gpt-oss has
-            them; otherwise they are halves, `gate, up = x.chunk(2, -1)`. Both are read in place.
+        interleaved: Gate and up are interleaved, `gate, up = x[..., ::2], x[..., 1::2]`, as gpt-oss
+            has them; otherwise they are halves, `gate, up = x.chunk(2, -1)`. Both are read in
+            place.
 
     Returns:
         `[..., dim]`, contiguous, in the dtype of `x`. Differentiable (once).

@@ -1,4 +1,4 @@
-"""Hub layers: `forward` methods that `kernels.kernelize` gives to the layers of a model.
+"""`forward` methods that `kernels.kernelize` gives to the layers of a model.
 
 A layer has no constructor and no state of its own; it reads the attributes of the layer that it
 stands in for.
@@ -56,6 +56,7 @@ class LayerNorm(torch.nn.Module):
     weight: torch.Tensor
     bias: torch.Tensor
     eps: float
+    normalized_shape: tuple[int, ...]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if len(self.normalized_shape) != 1:
@@ -86,9 +87,10 @@ class PolyNorm(torch.nn.Module):
 
 
 class RotaryPosEmb(torch.nn.Module):
-    """`apply_rotary_pos_emb` of Llama and its kin, which transformers names `rotary_pos_emb`.
+    """`apply_rotary`, for the function that transformers names `rotary_pos_emb`.
 
-    Pairs are the halves of a head; cos and sin have its columns, or half of them as in gpt-oss.
+    It is `apply_rotary_pos_emb` of Llama and its kin. Pairs are the halves of a head; cos and sin
+    have as many columns as it, or half of them as in gpt-oss.
     NOTE: two models of transformers 5.22.2 give the name to another function and must be left out:
     nanochat turns the other way, openai_privacy_filter pairs neighbours.
     """
@@ -106,7 +108,7 @@ class RotaryPosEmb(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if cos.dtype != q.dtype:
             cos, sin = cos.float(), sin.float()
-        # Pixtral's tables have no batch: theirs broadcast behind the heads.
+        # Pixtral's tables have no batch: theirs broadcast over batch and heads.
         heads_dim = 1 if unsqueeze_dim == 0 and cos.dim() == 2 else unsqueeze_dim
         return apply_rotary(q, k, cos, sin, heads_dim=heads_dim, rotary_dim=q.shape[-1])
 
@@ -115,7 +117,7 @@ class RotaryPosEmb(torch.nn.Module):
 
 
 class SiLU(torch.nn.Module):
-    """`SiLUActivation`."""
+    """`silu`, for `SiLUActivation` of transformers."""
 
     has_backward = True
     can_torch_compile = True
@@ -125,7 +127,7 @@ class SiLU(torch.nn.Module):
 
 
 class GeLU(torch.nn.Module):
-    """`GELUActivation`."""
+    """`gelu`, for `GELUActivation` of transformers."""
 
     has_backward = True
     can_torch_compile = True
@@ -135,7 +137,7 @@ class GeLU(torch.nn.Module):
 
 
 class GeluTanh(torch.nn.Module):
-    """`GELUTanh`."""
+    """`gelu_tanh`, for `GELUTanh` of transformers."""
 
     has_backward = True
     can_torch_compile = True
@@ -145,7 +147,7 @@ class GeluTanh(torch.nn.Module):
 
 
 class FastGELU(torch.nn.Module):
-    """`FastGELUActivation`: the formula of `GeluTanh`, written otherwise."""
+    """`gelu_tanh`, for `FastGELUActivation` of transformers, which writes it in another way."""
 
     has_backward = True
     can_torch_compile = True
@@ -155,7 +157,7 @@ class FastGELU(torch.nn.Module):
 
 
 class QuickGELU(torch.nn.Module):
-    """`QuickGELUActivation`."""
+    """`gelu_quick`, for `QuickGELUActivation` of transformers."""
 
     has_backward = True
     can_torch_compile = True
@@ -165,7 +167,7 @@ class QuickGELU(torch.nn.Module):
 
 
 class NewGELU(torch.nn.Module):
-    """`NewGELUActivation`: the formula of `GeluTanh`, written otherwise."""
+    """`gelu_tanh`, for `NewGELUActivation` of transformers, which writes it in another way."""
 
     has_backward = True
     can_torch_compile = True

@@ -42,17 +42,16 @@ def rms_norm(
         n   = x / sqrt(mean(x^2, last dim) + eps)
         out = n * (weight_offset + weight)
 
-    All arithmetic is in float32. What models disagree about is where to round:
+    All arithmetic is in float32. Models differ in where they round:
 
-    ======================================== ============================= ===================
-    models                                   call                          roundings
-    ======================================== ============================= ===================
-    `torch.nn.RMSNorm`, gpt-oss, OLMo 2      `rms_norm(x, weight, eps)`    the result
-    Llama, Mistral, Qwen, Phi, DeepSeek, T5  `..., cast_before_weight=True`  n, then the result
-    Gemma, Qwen3-Next (weight around zero)   `..., weight_offset=1.0`      the result
-    query and key norms without a weight     `rms_norm(x, eps=eps)`        the result
-    half `x`, float32 weight and result      `..., out_dtype=torch.float32`  none
-    ======================================== ============================= ===================
+    - `rms_norm(x, weight, eps)` rounds the result: `torch.nn.RMSNorm`, gpt-oss, OLMo 2.
+    - `rms_norm(x, weight, eps, cast_before_weight=True)` rounds `n`, then the result: Llama,
+      Mistral, Qwen, Phi, DeepSeek, T5.
+    - `rms_norm(x, weight, eps, weight_offset=1.0)` rounds the result: Gemma and Qwen3-Next, whose
+      weights are stored around zero.
+    - `rms_norm(x, eps=eps)` rounds the result: query and key norms without a weight.
+    - `rms_norm(x, weight, eps, out_dtype=torch.float32)` rounds nothing: a half-precision `x`, and
+      a float32 weight and result.
 
     Args:
         x: `[..., dim]`, float16, bfloat16 or float32. Rows of adjacent elements with one stride

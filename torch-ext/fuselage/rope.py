@@ -79,7 +79,7 @@ def apply_rotary(
             `[1]` or `[batch]` on the device of `q`. Not of a packed `q`.
 
     Returns:
-        `(q, k)`, or `q` alone where `k` is None: without gaps, tokens and heads in the order in
+        `(q, k)`, or `q` alone where `k` is None: dense, with tokens and heads in the order in
         which the input has them in memory. Differentiable (once) in `q` and `k`; the backward is
         the transposed rotation, and keeps cos, sin and the positions alone.
 
@@ -233,7 +233,7 @@ def _positions(op, q, cos, sin, heads_dim, position_ids, offset):
         return offset, None, cos, sin
     if torch.compiler.is_compiling() and cos.dim() == 2:
         # As an argument of the op the offset would be a constant of the compiled code. What the op
-        # would check is checked here; `narrow` refuses what reaches behind the table.
+        # would check is checked here; `narrow` refuses what is past the end of the table.
         if position_ids is not None:
             raise RuntimeError(
                 f"fuselage::{op}: `position_ids` and `offset` must not both be given"

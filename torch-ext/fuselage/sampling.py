@@ -1,4 +1,11 @@
-"""Sampling from a language-model head, whose logits are never in memory, and from given logits."""
+"""Sampling from a language-model head, whose logits are never in memory, and from given logits.
+
+The draw is Gumbel-max: the token with the largest score, which is its logit over the temperature
+plus noise. The noise is a function of seed, step and token, so a row draws the same token at any
+batch size and in any cut of the vocabulary. From the same logits, a CPU and a GPU draw the same.
+The filters (top_k, top_p, min_p) sort nothing, and never part equal logits. `examples/generate.py`
+generates text.
+"""
 
 from __future__ import annotations
 
@@ -67,19 +74,19 @@ def lm_head_sample(
     The noise `g` is made by Philox4x32-10 of the row's seed, offset and stream, the number of the
     sample and the index of the token, and of nothing else: a row draws the same token at any batch
     size and in any cut of the vocabulary. Of each 16 tokens whose indices differ in the last four
-    bits alone, one has the greatest `g`, made of a `u` of 32 bits for -log(u) / 16 in place of
+    bits alone, one has the largest `g`, made of a `u` of 32 bits for -log(u) / 16 in place of
     -log(u); the others add to that the -log(u) of a `u` of their own. All `g` are independent.
 
     Args:
         hidden: `[batch, dim]`, float16, bfloat16 or float32, with any row stride.
         weight: `[vocab, dim]`, in the dtype of `hidden` or float8_e4m3fn, with any row stride. The
             vocabulary is at most 2^26, here and in `gumbel_sample`.
-        temperature: At least 0; a number, or float32 `[batch]` or `[1]`. 0 takes the greatest
+        temperature: At least 0; a number, or float32 `[batch]` or `[1]`. 0 takes the largest
             logit, of equals the lowest index, whatever the filters are. A subnormal number is 0;
             in a tensor a negative one and NaN are, too.
         top_k: The number of largest logits that may be drawn, where 0 or less is all; an int, or
             int64 `[batch]` or `[1]`.
-        top_p: Of what top_k leaves, the fewest greatest logits whose probabilities sum up to top_p
+        top_p: Of what top_k leaves, the fewest largest logits whose probabilities sum up to top_p
             of it, in (0, 1]; a number, or float32 `[batch]` or `[1]`.
         min_p: Of what is left, those at least min_p times as probable as the most probable, in
             [0, 1]; a number, or float32 `[batch]` or `[1]`. No filter parts equal logits: those
@@ -96,7 +103,7 @@ def lm_head_sample(
             graph draws anew, of a generator that the graph has registered. `torch.compile` takes
             the default one only, as of PyTorch's own operators.
         weight_scale: float32 `[1]` or `[vocab]`, for weights in float8_e4m3fn. Beside those, a
-            Hopper GPU rounds what is below 2^-32 of the greatest element of a bfloat16 row, by
+            Hopper GPU rounds what is below 2^-32 of the largest element of a bfloat16 row, by
             2^-40 of that at most.
         bias: `[vocab]`, in the dtype of `hidden` or float32.
         logit_softcap: `c` above, as of Gemma 2.
@@ -200,12 +207,13 @@ def lm_head_sample_shard(
         return_log_sum_exp: Also give what the log-probabilities need.
 
     Returns:
-        `(scores, tokens, logits, log_sum_exp)`: the greatest score, its token, and the token's
+        `(scores, tokens, logits, log_sum_exp)`: the largest score, its token, and the token's
         logit over temperature, each `[batch, num_samples]`; and the log of the sum of e to all
         logits over temperature, `[batch]`, -inf at temperature 0, and empty unless asked for.
 
     Raises:
         RuntimeError: As `lm_head_sample`.
+        TypeError: As `lm_head_sample`, and for a seed that is None.
     """
     op = "lm_head_sample_shard"
     if seed is None:
@@ -225,7 +233,7 @@ def combine_shard_samples(
 ) -> Union[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """The tokens that a draw from the whole head gives, of those of its shards, bit for bit.
 
-        token = that of the greatest score, of equals the lowest
+        token = that of the largest score, of equals the lowest
 
     Args:
         shards: The results of `lm_head_sample_shard`, in any order, on one device.

@@ -1,7 +1,9 @@
-"""fuselage in the pipelines and transformers of diffusers: `patch` and `unpatch`.
+"""fuselage in the pipelines and models of diffusers.
 
-pipe = LTXPipeline.from_pretrained("Lightricks/LTX-Video", torch_dtype=torch.bfloat16)
-print(fuselage.integrations.diffusers.patch(pipe))
+    pipe = LTXPipeline.from_pretrained("Lightricks/LTX-Video", torch_dtype=torch.bfloat16)
+    print(fuselage.integrations.diffusers.patch(pipe))
+
+docs/integrations.md says what is replaced, and what that does to a model.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
     report = fuselage.integrations.transformers.patch(model)
 
 `kernelize` replaces what the model has names for. `patch` goes by what modules compute, and finds
-the same layers and those without a name.
+the same layers and those without a name. docs/integrations.md compares them.
 """
 
 from __future__ import annotations
