@@ -82,7 +82,7 @@ check-size: $(ENVIRONMENT)  ## the CUDA variant's size and compile time by file
 
 docs: $(ENVIRONMENT)  ## write the generated pages: docs/reference, and the tables of the benchmarks
 	$(PYTHON) tools/write_docs.py
-	$(PYTHON) -m benchmarks.roofline.readme_table
+	$(PYTHON) -m benchmarks.roofline.tables
 
 clean:  ## remove build output, not .venv
 	find build -mindepth 1 ! -name README.md -delete

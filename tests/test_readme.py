@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import copy
 import re
 import subprocess
 import sys
@@ -14,8 +14,20 @@ import pytest
 import torch
 from conftest import REPO_DIR, kernel_backend
 
+sys.path.insert(0, str(REPO_DIR / "tools"))
+
+import write_docs
+
 README = REPO_DIR / "README.md"
-PAGES = [README, *sorted((REPO_DIR / "docs").glob("*.md"))]
+INTEGRATIONS = REPO_DIR / "docs/integrations.md"
+PAGES = [
+    README,
+    *sorted((REPO_DIR / "docs").rglob("*.md")),
+    REPO_DIR / "benchmarks/results/README.md",
+]
+each_page = pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: page.relative_to(REPO_DIR).as_posix()
+)
 
 
 def section(heading: str) -> str:
@@ -24,39 +36,25 @@ def section(heading: str) -> str:
     return found.group(1)
 
 
-def first_column(text: str, head: str) -> list[str]:
-    """The names in backquotes that start the rows of the table whose first head is `head`."""
-    lines = text.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {head} |"))
-    rows = []
-    for line in lines[start + 2 :]:
-        if not line.startswith("|"):
-            break
-        rows.append(re.match(r"\| `([^`]+)` \|", line).group(1))
-    return rows
-
-
 def example(text: str) -> str:
     (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     return code
 
 
-def test_the_operator_table_is_complete(fuselage):
-    functions = {n for n in fuselage.__all__ if inspect.isfunction(getattr(fuselage, n))}
-    names = first_column(section("Operators"), "operator")
-    assert sorted(names) == sorted(functions)
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 150
 
 
-def test_the_layer_table_is_complete(fuselage):
-    layers = {
-        name
-        for name, member in vars(fuselage.layers).items()
-        if inspect.isclass(member) and issubclass(member, torch.nn.Module)
-    }
-    assert set(first_column(section("In a transformers model"), "layer")) == layers
+def test_every_family_has_its_line(fuselage):
+    rows = [line for line in section("Operators").splitlines() if line.startswith("| [")]
+    pages = re.findall(r"\]\(docs/reference/([\w.]+)\.md\)", "\n".join(rows))
+    assert pages == list(write_docs.FAMILIES)
+    integrations = {"patch", "unpatch", "kernel_mapping"}
+    named = set(re.findall(r"`([a-z_]\w*)`", "\n".join(rows)))
+    assert named <= {*fuselage.__all__, *integrations}, named - {*fuselage.__all__}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@each_page
 def test_make_targets_exist(page: Path):
     targets = set(re.findall(r"^([a-z-]+):", (REPO_DIR / "Makefile").read_text(), re.M))
     blocks = r"^```.*?^```"
@@ -68,15 +66,25 @@ def test_make_targets_exist(page: Path):
         assert {"demo", "test"} <= named
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_linked_files_exist(page: Path):
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
-    local = [link for link in links if not link.startswith(("http://", "https://"))]
-    missing = [link for link in local if not (page.parent / link).exists()]
-    assert not missing, f"{page.name} links to {missing}"
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@each_page
+def test_linked_files_and_headings_exist(page: Path):
+    links = re.findall(r"\]\(([^)]+)\)", page.read_text())
+    for link in links:
+        if link.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
+
+
+@each_page
 def test_named_files_exist(page: Path):
     """Every path in backquotes that starts in one of our folders."""
     folders = "kernel_src|torch-ext|tools|tests|benchmarks|examples|docs|requirements"
@@ -86,7 +94,7 @@ def test_named_files_exist(page: Path):
 
 
 def test_the_results_are_those_that_were_measured():
-    command = [sys.executable, "-m", "benchmarks.roofline.readme_table", "--check"]
+    command = [sys.executable, "-m", "benchmarks.roofline.tables", "--check"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=REPO_DIR)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -110,33 +118,59 @@ def test_the_example_runs(here, fuselage, device):
     assert names["y"].shape == names["x"].shape and names["y"].device.type == device
 
 
-def test_the_examples_of_the_integrations_run(here, fuselage, device):
+@pytest.fixture
+def llama(device):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=2)
-    page = (REPO_DIR / "docs/integrations.md").read_text()
-    examples = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    return transformers.LlamaForCausalLM(config).to(device)
+
+
+def test_the_example_of_patch_runs(here, fuselage, llama, capsys):
+    names = {"model": llama, "fuselage": fuselage}
+    exec(here(example(section("Patch a model"))), names)
+    assert {"model.norm", "model.layers.0.mlp"} <= names["report"].replaced.keys()
+    assert str(names["report"]) in capsys.readouterr().out
+    assert not [m for m in llama.modules() if "forward" in vars(m)]
+
+
+def test_the_example_of_training_runs(here, fuselage, device):
+    names = {"torch": torch, "fuselage": fuselage}
+    exec(here(example(section("Train"))), names)
+    x, loss = names["x"], names["loss"]
+    assert x.device.type == device and loss < x.square().mean()
+    assert (names["model"][0].weight != 1).all()
+
+
+def test_the_examples_of_the_integrations_run(here, fuselage, llama):
+    examples = re.findall(r"^```python\n(.*?)^```", INTEGRATIONS.read_text(), re.M | re.S)
     assert len(examples) == 2
     for code in examples:
-        names = {"model": transformers.LlamaForCausalLM(config).to(device), "fuselage": fuselage}
+        names = {"model": copy.deepcopy(llama), "fuselage": fuselage}
         exec(here(code), names)
         forwards = [vars(m).get("forward") for m in names["model"].modules()]
         assert sum(forward is not None for forward in forwards) >= 7
 
 
-def test_the_example_of_kernelize_runs(here, fuselage, device):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=2)
-    names = {"model": transformers.LlamaForCausalLM(config).to(device)}
-    exec(here(example(section("In a transformers model"))), names)
-    norms = [m for m in names["model"].modules() if "RMSNorm" in type(m).__name__]
+def test_the_example_of_kernelize_runs(here, fuselage, llama):
+    code = re.search(r"^```python\n(.*?kernelize.*?)^```", INTEGRATIONS.read_text(), re.M | re.S)
+    exec(here(code.group(1)), {"model": llama, "fuselage": fuselage})
+    norms = [m for m in llama.modules() if "RMSNorm" in type(m).__name__]
     assert len(norms) == 5
     assert all(norm.forward.__func__ is fuselage.layers.RMSNorm.forward for norm in norms)
 
 
-@pytest.mark.parametrize("call", re.findall(r"`(rms_norm\([^`]*=[^`]*\))` \|", README.read_text()))
+CALLS = re.findall(
+    r"^- `(rms_norm\([^`]*\))` rounds", (REPO_DIR / "docs/reference/norm.md").read_text(), re.M
+)
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_the_calls_of_models_run(fuselage, call: str):
     values = {"x": torch.randn(2, 8).bfloat16(), "weight": torch.ones(8), "eps": 1e-6}
     result = eval(call, {"rms_norm": fuselage.rms_norm, "torch": torch, **values})
     assert result.shape == (2, 8) and result.isfinite().all()
+
+
+def test_all_calls_of_models_are_found():
+    assert len(CALLS) == 5

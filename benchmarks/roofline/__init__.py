@@ -5,7 +5,7 @@
     python -m benchmarks.roofline --device cpu --quick
     python -m benchmarks.roofline --report             # the stored results again, nothing is timed
     python -m benchmarks.roofline.plot                 # results/<gpu>.png from results/<gpu>.json
-    python -m benchmarks.roofline.readme_table         # the tables of both READMEs
+    python -m benchmarks.roofline.tables               # the tables of docs and of results/README.md
 
 A new operator needs one file in `cases/`, which is found by being there (`cases/norm.py` is the
 model).

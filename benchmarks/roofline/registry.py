@@ -19,8 +19,8 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 class Shape:
     """One set of sizes, as the operator's `make_inputs` reads them.
 
-    Tags: `main` rows go to the README, `sweep` rows to the plot, `odd`, `small` and `dtype` are the
-    rest; `cpu` rows run on the CPU, `quick` rows with `--quick`.
+    Tags: `main` rows go to docs/benchmarks.md, `sweep` rows to the plot, `odd`, `small` and `dtype`
+    are the rest; `cpu` rows run on the CPU, `quick` rows with `--quick`.
     """
 
     sizes: tuple[int, ...]

@@ -229,8 +229,8 @@ def make(draw: Draw, name: str, written: tuple[str, ...] = (), *, ordinary: bool
 
 # Checks
 
-# "What is promised, and tested" of the README: activations, parameters and gradients up to these
-# do not overflow, as long as what is added up over a row does not.
+# "Range" of docs/limits.md: activations, parameters and gradients up to these do not overflow, as
+# long as what is added up over a row does not.
 MOST, MOST_OF_POLY = 1e15, 1e5
 
 

@@ -1,4 +1,4 @@
-"""The sizes of activations and gradients for which the README promises accuracy."""
+"""The sizes of activations and gradients for which docs/limits.md promises accuracy."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Writes the tables of README.md and benchmarks/results/README.md from the results files.
+"""Writes the tables of docs/benchmarks.md and benchmarks/results/README.md from the results files.
 
-python -m benchmarks.roofline.readme_table            # rewrite both, between their markers
-python -m benchmarks.roofline.readme_table --check    # exit with 1 if they would change
-python -m benchmarks.roofline.readme_table --print    # the tables alone
+python -m benchmarks.roofline.tables            # rewrite both, between their markers
+python -m benchmarks.roofline.tables --check    # exit with 1 if they would change
+python -m benchmarks.roofline.tables --print    # the tables alone
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _markdown(head: list[str], rows: list[list[str]]) -> str:
 
 # The tables of each page, by the name in their markers.
 PAGES = {
-    REPO / "README.md": {"results": summary, "models": model_summary},
+    REPO / "docs/benchmarks.md": {"results": summary, "models": model_summary},
     results.FOLDER / "README.md": {"results": details, "models": model_details},
 }
 
@@ -185,7 +185,7 @@ def updated(path: Path, tables: dict[str, Callable[[], str]]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.roofline.readme_table", description=__doc__
+        prog="python -m benchmarks.roofline.tables", description=__doc__
     )
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--print", action="store_true")
@@ -206,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
             print(*changes, sep="\n")
     if stale:
-        print("error: run python -m benchmarks.roofline.readme_table", file=sys.stderr)
+        print("error: run make docs", file=sys.stderr)
     return int(stale)
 
 
