@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
+import jinja2
 import kernels
 import pytest
 import torch
-from conftest import REPO_DIR, kernel_backend
+from conftest import REPO_DIR, REPO_ID, VERSION, kernel_backend
 
 sys.path.insert(0, str(REPO_DIR / "tools"))
 
@@ -158,6 +160,19 @@ def test_the_example_of_kernelize_runs(here, fuselage, llama):
     norms = [m for m in llama.modules() if "RMSNorm" in type(m).__name__]
     assert len(norms) == 5
     assert all(norm.forward.__func__ is fuselage.layers.RMSNorm.forward for norm in norms)
+
+
+def test_the_card_says_what_is_true(here, fuselage, llama, device):
+    """As kernel-builder fills it in: `functions` are the names of `__all__`."""
+    template = jinja2.Template((REPO_DIR / "CARD.md").read_text())
+    values = {"functions": fuselage.__all__, "layers": ["RMSNorm"], "has_benchmark": True}
+    card = template.render(repo_id=REPO_ID, version=VERSION, license="Apache-2.0", **values)
+    functions = [name for name in fuselage.__all__ if inspect.isfunction(getattr(fuselage, name))]
+    assert f"\n`{'`, `'.join(functions)}`.\n" in card and "\n`RMSNorm`.\n" in card
+    names = {"x": torch.randn(2, 8, device=device), "weight": None, "model": llama}
+    exec(here(example(card)), names)
+    assert names["y"].shape == (2, 8)
+    assert len(card.splitlines()) <= len(README.read_text().splitlines()) / 2
 
 
 CALLS = re.findall(
