@@ -84,8 +84,9 @@ def load(name: str, names: set[str]) -> Module:
     source, tree = parse(path)
     own = definitions(tree)
     if name in CLASSES_ONLY:
-        own = {k: node for k, node in own.items() if isinstance(node, ast.ClassDef)}
-        return Module(name, source, tree, own)
+        classes = {k: node for k, node in own.items() if isinstance(node, ast.ClassDef)}
+        public = {k: node for k, node in classes.items() if not k.startswith("_")}
+        return Module(name, source, tree, public)
     if "." not in name:
         public = {k: node for k, node in own.items() if k in names}
         ordered = sorted(public, key=lambda k: isinstance(public[k], ast.ClassDef))
