@@ -64,8 +64,8 @@ def assert_right(
         gradient: Of NaN and infinities either stands for the other: which of them an overflow
             becomes depends on the order of products, and autograd's is not ours. And what is left
             of `exact` where float64 autograd takes 1 - sigmoid(u) is its rounding.
-        beyond: Numbers are beyond the range that docs/limits.md promises: a result may be infinite
-            or NaN. A finite one has to be right.
+        beyond: Numbers are beyond the range that docs/limits.md promises: a result may
+            be infinite or NaN. A finite one has to be right.
     """
     value, has_answer = actual.double(), formula.isfinite() | ~exact.isfinite()
     formula = formula.to(actual.dtype).double()
