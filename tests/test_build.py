@@ -16,7 +16,14 @@ from conftest import REPO_DIR, REPO_ID, VERSION
 
 sys.path.insert(0, str(REPO_DIR / "tools"))
 
-from builder.compile import Toolchain, Unit, gencode_flags, ninja_file, select_archs
+from builder.compile import (
+    Toolchain,
+    Unit,
+    gencode_flags,
+    ninja_file,
+    nvcc_threads,
+    select_archs,
+)
 from builder.config import BACKENDS, load
 from builder.costs import MOST_BYTES, MOST_SECONDS, SECONDS_SUFFIX
 from builder.errors import BuildError
@@ -372,6 +379,16 @@ def test_a_compile_error_is_the_compilers_message(checkout: Path, tmp_path: Path
     assert result.returncode == 1
     assert "torch-ext/torch_binding.cpp:1:2: error: #error" in result.stdout
     assert "error: compilation failed" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("archs", "jobs", "threads"), [(["9.0"], 2, 1), (["8.0", "9.0"], 2, 2), (["8.0", "9.0"], 1, 1)]
+)
+def test_a_compiler_has_no_more_threads_than_gpus(archs, jobs, threads):
+    """`make build-cuda ARCHS=9.0` left one of two cores idle."""
+    flags = tuple(gencode_flags(archs))
+    units = [Unit(f"{name}.cu", f"{name}.o", "cuda", flags, name) for name in "abc"]
+    assert nvcc_threads(units, jobs) == threads
 
 
 def test_capabilities_share_the_code_they_are_given():

@@ -318,9 +318,13 @@ def nvcc_threads(units: list[Unit], jobs: int) -> int:
     """Threads inside one nvcc, which compile for several GPUs at once.
 
     Two at least: otherwise the last file may keep one core busy for minutes and the others idle.
+    But not more than there are GPUs, or a file that has one would leave a core to nobody.
     """
-    gpu_units = sum(unit.rule == "cuda" for unit in units)
-    return max(min(2, jobs), jobs // gpu_units) if gpu_units else 1
+    gpu_units = [unit for unit in units if unit.rule == "cuda"]
+    if not gpu_units:
+        return 1
+    most = max(sum(flag.count("sm_") for flag in unit.flags) for unit in gpu_units)
+    return min(most, max(min(2, jobs), jobs // len(gpu_units)))
 
 
 def _quote(words: list[str] | tuple[str, ...]) -> str:
