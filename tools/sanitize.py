@@ -25,6 +25,15 @@ REPO_DIR = Path(__file__).resolve().parent.parent
 OUTPUT = REPO_DIR / "build/.sanitize"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 
+# Kernels that a tool is wrong about.
+LEFT_TO_OTHER_TOOLS = {
+    # Its warps hand buffers over by one lane's arrival at an mbarrier after __syncwarp, which
+    # racecheck takes for a race: so it does in a kernel of ten lines that does nothing else.
+    "racecheck": "lm_head_kernel",
+    # Reads the strips' maxima four at a time, and drops those past the end.
+    "initcheck": "strips_kernel",
+}
+
 # Of `kernels_ci`, what asks the most of a CPU's time and least of its memory: bits, one by one, and
 # Inductor's compiler.
 # NOTE: pytest must leave the file descriptors alone, or a report is lost with the process.
@@ -95,7 +104,10 @@ def on_gpu(options: argparse.Namespace) -> None:
 
 
 def _under(sanitizer: str, tool: str, seconds: float) -> Outcome:
-    command = [sanitizer, "--tool", tool, "--print-limit", "10", sys.executable]
+    command = [sanitizer, "--tool", tool, "--print-limit", "10"]
+    if tool in LEFT_TO_OTHER_TOOLS:
+        command += ["--kernel-name-exclude", f"kernel_substring={LEFT_TO_OTHER_TOOLS[tool]}"]
+    command.append(sys.executable)
     program = ["-m", "fuzz.families", "--seconds", str(seconds)]
     # Every tensor in memory of its own: between those of one block, nothing would be out of bounds.
     path = os.pathsep.join(filter(None, ("tests", os.environ.get("PYTHONPATH"))))

@@ -12,6 +12,10 @@ from .draw import Draw
 
 UNIT_OF_FLOAT64 = torch.finfo(torch.float64).eps / 2
 
+# Of an activation of half precision on a GPU: an approximate exponential (2^-22), a reciprocal, and
+# polynomials fitted for 11 bits (kernel_src/gate/activation_math.h, kRoundsToHalf).
+HALF_MATH = 2.0**-18
+
 
 class Failure(Exception):
     """A mistake of the kernel, of a kind that the summary counts."""
@@ -53,6 +57,7 @@ def assert_right(
     inner_rounding: torch.dtype | None = None,
     gradient: bool = False,
     beyond: bool = False,
+    half_math: bool = False,
 ) -> None:
     """Each element is that of the float64 `exact`, or of PyTorch's `formula` in float32.
 
@@ -66,6 +71,9 @@ def assert_right(
             of `exact` where float64 autograd takes 1 - sigmoid(u) is its rounding.
         beyond: Numbers are beyond the range that docs/limits.md promises: a result may
             be infinite or NaN. A finite one has to be right.
+        half_math: Activations of half precision on a GPU: good for more than the 11 bits of the
+            result, but not for all of a float32 sum of them, and an exponential that is subnormal
+            is zero.
     """
     value, has_answer = actual.double(), formula.isfinite() | ~exact.isfinite()
     formula = formula.to(actual.dtype).double()
@@ -74,7 +82,11 @@ def assert_right(
     excused |= ~has_answer | (beyond & ~value.isfinite())
     if gradient:
         excused |= ~value.isfinite() & ~(formula.isfinite() & rounded.isfinite())
-    terms = _with_underflow(exact.abs() if terms is None else terms, gradient)
+    terms = exact.abs() if terms is None else terms
+    if half_math:
+        flushed = 128 * torch.finfo(torch.float32).tiny * _largest(terms)
+        excused |= (value - exact).abs() <= HALF_MATH * terms + flushed
+    terms = _with_underflow(terms, gradient)
     bound = 2 * half_an_ulp(formula, actual.dtype)  # both are rounded, and have their own noise
     bound += 2 * FLOAT32_ROUNDINGS * UNIT[torch.float32] * torch.maximum(terms, formula.abs())
     if inner_rounding in HALVES:
@@ -94,11 +106,16 @@ def _with_underflow(terms: Tensor, gradient: bool) -> Tensor:
     And times the 100 or so that an exponential underflows at.
     """
     terms = torch.where(terms.isfinite(), terms, 0.0)  # infinite ones would excuse everything
-    largest = max(1.0, terms.max().item()) if terms.numel() else 1.0
     relative = 128 * torch.finfo(torch.float32).tiny
     if gradient:  # and the reference by float64's rounding, as assert_close scales the terms
         relative += 8 * UNIT_OF_FLOAT64 / (FLOAT32_ROUNDINGS * UNIT[torch.float32])
-    return terms + relative * largest
+    return terms + relative * _largest(terms)
+
+
+def _largest(terms: Tensor) -> float:
+    """The largest finite one, and 1 at least."""
+    finite = terms[terms.isfinite()]
+    return max(1.0, finite.max().item()) if finite.numel() else 1.0
 
 
 def same_bits(actual: Tensor, expected: Tensor, label: str, kind: str) -> None:

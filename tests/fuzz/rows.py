@@ -282,10 +282,17 @@ def check_outputs(kernel, call: Call) -> dict[str, Tensor]:
                 terms=terms.get(name),
                 inner_rounding=inner_rounding,
                 beyond=beyond,
+                half_math=has_half_math(call),
             )
             if op.name not in ("apply_rotary", "qk_norm_rotary"):
                 assert output.is_contiguous(), f"{name} has strides {output.stride()}"
     return outputs
+
+
+def has_half_math(call: Call) -> bool:
+    """Whether activations are computed for a result of half precision."""
+    x = call.inputs[call.op.main]
+    return x.is_cuda and x.dtype in HALVES and "norm" not in call.op.name
 
 
 def as_float32(tensors: dict) -> dict:
@@ -350,6 +357,7 @@ def check_gradients(kernel, call: Call, grad_outs: dict, requires) -> dict:
                     terms=terms.get(name),
                     gradient=True,
                     beyond=beyond,
+                    half_math=has_half_math(call),
                 )
     return actual
 

@@ -179,6 +179,9 @@ def test_replays_of_a_cuda_graph_follow_a_generator(fuselage, device, own):
     with torch.cuda.graph(graph):
         tokens = fuselage.gumbel_sample(logits, **options)
         filtered = fuselage.gumbel_sample(logits, top_k=VOCAB // 2, **options)
+    # NOTE: on a busy GPU, Torch 2.11's first replay after a capture may draw its `torch.randint`
+    # with another seed than it was given: seen of randint captured alone, never of a later replay.
+    graph.replay()
     runs = []
     for _ in range(2):
         if own:
