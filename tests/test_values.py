@@ -346,6 +346,7 @@ def test_the_check_of_large_inputs(fuselage, device, op):
     check_in_parts(op, fuselage, inputs, [0, 500, 999], part=4000)
 
 
+@pytest.mark.slow
 @each_operator(OPERATORS)
 @pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
 def test_a_million_rows(fuselage, device, op, dtype):

@@ -42,12 +42,18 @@ def integration(fuselage):
     return fuselage.integrations.transformers
 
 
-def models(names=None):
+def models(names=None) -> list:
     """A parameter for each architecture that can be built."""
-    for family, name in zoo.architectures():
-        if name not in zoo.NOT_BUILT | zoo.TOO_SLOW and (names is None or name in names):
-            marks = () if names is not None or name in QUICK else pytest.mark.slow
-            yield pytest.param(family, name, id=f"{family}-{name}", marks=marks)
+    return [
+        pytest.param(
+            family,
+            name,
+            id=f"{family}-{name}",
+            marks=() if names is not None or name in QUICK else pytest.mark.slow,
+        )
+        for family, name in zoo.architectures()
+        if name not in zoo.NOT_BUILT | zoo.TOO_SLOW and (names is None or name in names)
+    ]
 
 
 def patched(integration, plain):
