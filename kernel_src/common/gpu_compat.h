@@ -1,4 +1,5 @@
 // One set of names for CUDA and HIP, and the few instructions whose spelling differs between them.
+// Instructions that NVIDIA GPUs alone have are in common/ptx.h.
 #pragma once
 
 #include <cstdint>
@@ -71,9 +72,9 @@ inline const char* message_of(gpuError error) {
   return error == gpuSuccess ? nullptr : gpuGetErrorString(error);
 }
 
-// Lets `kernel` use all the shared memory of the current device, and not just the 48 KB every block may have.
-// The driver is told once a kernel and device (common/device_info.cu). NOTE: never to less than all: another thread
-// might launch the same kernel with more at that moment.
+// Lets `kernel` use all the shared memory of the current device, and not just the 48 KB every block
+// may have. The driver is told once a kernel and device (common/device_info.cu). NOTE: never to
+// less than all: another thread might launch the same kernel with more at that moment.
 gpuError gpu_allow_shared_memory(const void* kernel);
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
@@ -114,7 +115,8 @@ __device__ __forceinline__ bool warp_any(bool value) {
 #endif
 }
 
-// One 16-byte load from global memory. NOTE: spelled out, because the compiler splits predicated ones in two.
+// One 16-byte load from global memory. NOTE: spelled out, because the compiler splits predicated
+// ones in two.
 __device__ __forceinline__ uint4 load_global_16(const void* source) {
 #if defined(USE_ROCM)
   return *static_cast<const uint4*>(source);
@@ -147,7 +149,8 @@ __device__ __forceinline__ float exp2_approximate(float value) {
 #endif
 }
 
-// log2(value) with an absolute error of 2^-22, or a relative one as small away from 1. NOTE: for normal values.
+// log2(value) with an absolute error of 2^-22, or a relative one as small away from 1. NOTE: for
+// normal values.
 __device__ __forceinline__ float log2_approximate(float value) {
 #if defined(USE_ROCM)
   return log2f(value);
@@ -169,9 +172,9 @@ __device__ __forceinline__ float reciprocal_of_normal(float value) {
 #endif
 }
 
-// A barrier for the threads of one row of the block: those with our threadIdx.y, up to a warp or whole warps
-// of them. NOTE: at most 15 rows of more than a warp. AMD GPUs have barriers for whole blocks only, so all
-// rows of a block must meet equally often.
+// A barrier for the threads of one row of the block: those with our threadIdx.y, up to a warp or
+// whole warps of them. NOTE: at most 15 rows of more than a warp. AMD GPUs have barriers for whole
+// blocks only, so all rows of a block must meet equally often.
 __device__ __forceinline__ void row_barrier() {
 #if defined(USE_ROCM)
   __syncthreads();
@@ -184,212 +187,12 @@ __device__ __forceinline__ void row_barrier() {
 #endif
 }
 
-#if !defined(USE_ROCM)
-// As instructions on shared memory take it.
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-#endif
-
-// Starts copying kBytes (4, 8 or 16, both sides aligned to them) from global to shared memory. Where the
-// GPU has no such instruction the copy is done when the call returns.
-template <int kBytes>
-__device__ __forceinline__ void async_copy(void* shared, const void* global) {
-#if defined(USE_ROCM)
-  __builtin_memcpy(__builtin_assume_aligned(shared, kBytes),
-                   __builtin_assume_aligned(global, kBytes), kBytes);
-#else
-  const uint32_t address = shared_address(shared);
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(global),
-                 "n"(kBytes)
-                 : "memory");
-  }
-#endif
-}
-
-// As async_copy<16>, of which only the first `bytes` (2 to 16, even) are there; fewer than 16 are copied at
-// once.
-__device__ __forceinline__ void async_copy_partial(void* shared, const void* global, int bytes) {
-  if (bytes == 16) {
-    async_copy<16>(shared, global);
-    return;
-  }
-  for (int i = 0; i < bytes / 2; ++i) {
-    static_cast<uint16_t*>(shared)[i] = static_cast<const uint16_t*>(global)[i];
-  }
-}
-
-// Closes a group of async_copy calls.
-__device__ __forceinline__ void async_copy_commit() {
-#if !defined(USE_ROCM)
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// Waits until at most `pending` (0 to 3) of this thread's youngest groups are still under way.
-__device__ __forceinline__ void async_copy_wait(int pending) {
-#if !defined(USE_ROCM)
-  switch (pending) {
-    case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
-    case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-    case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-    default: asm volatile("cp.async.wait_group 3;" ::: "memory");
-  }
-#endif
-}
-
-// Whether the code being compiled is for GPUs with clusters and bulk copies. Kernels for those
-// alone return at once in other code, which leaves the compiler nothing to do.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-constexpr bool kCompilesClusters = true;
-#else
-constexpr bool kCompilesClusters = false;
-#endif
-
-// Thread block clusters (compute capability 9.0 and up): blocks that run at the same time and may write to
-// each other's shared memory. Elsewhere a cluster is one block and these are never reached.
-
-__device__ __forceinline__ int cluster_rank() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return static_cast<int>(rank);
-#else
-  return 0;
-#endif
-}
-
-// Values that the blocks of a cluster send each other. A mailbox lies at the same place in the shared memory
-// of each block. Unlike a cluster barrier, it does not wait for the blocks' other memory accesses.
-
-// Makes a mailbox ready. One thread of each block; cluster_meet_start and _end must follow.
-__device__ __forceinline__ void mailbox_init(uint64_t* mailbox) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  const uint32_t address = shared_address(mailbox);
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-}
-
-// All threads of the cluster: the end returns when all have called the start.
-__device__ __forceinline__ void cluster_meet_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_meet_end() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-// Expects `bytes` in this round of the block's mailbox. One thread, once a round.
-__device__ __forceinline__ void mailbox_expect(uint64_t* mailbox, int bytes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  const uint32_t address = shared_address(mailbox);
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
-               : "memory");
-#endif
-}
-
-// Writes `value` where block `rank` of the cluster has its own `slot`, and counts its bytes in that block's
-// mailbox.
-__device__ __forceinline__ void mailbox_send(uint64_t* mailbox, float* slot, int rank,
-                                             float value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  uint32_t remote_slot, remote_mailbox;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-               : "=r"(remote_slot)
-               : "r"(shared_address(slot)), "r"(rank));
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-               : "=r"(remote_mailbox)
-               : "r"(shared_address(mailbox)), "r"(rank));
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
-                   remote_slot),
-               "r"(__float_as_uint(value)), "r"(remote_mailbox)
-               : "memory");
-#endif
-}
-
-// Waits until round `round` (0 or 1, alternating) of the block's mailbox is complete.
-__device__ __forceinline__ void mailbox_wait(uint64_t* mailbox, int round) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  const uint32_t address = shared_address(mailbox);
-  uint32_t done = 0;
-  while (done == 0) {
-    asm volatile(
-        "{\n .reg .pred p;\n"
-        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-        " selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(address), "r"(round)
-        : "memory");
-  }
-#endif
-}
-
-// Starts copying `bytes` (a multiple of 16, both sides aligned to 16) from global to shared memory, and counts
-// them in the mailbox. One thread's call copies a whole row, past the queue in which the other loads and
-// stores of a multiprocessor wait for each other. Compute capability 9.0 and up.
-__device__ __forceinline__ void bulk_copy(void* shared, const void* global, int bytes,
-                                          uint64_t* mailbox) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(mailbox))
-      : "memory");
-#endif
-}
-
-// Waits for all threads of the cluster. What they wrote before, to each other's shared memory too, is then there.
-__device__ __forceinline__ void cluster_sync() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-  __syncthreads();
-#endif
-}
-
-// What block `rank` of the cluster has where `own` lies in our shared memory. NOTE: the block must have started, and
-// not ended.
-template <typename T>
-__device__ __forceinline__ T* of_block(T* own, int rank) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  uint64_t address;
-  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(own), "r"(rank));
-  return reinterpret_cast<T*>(address);
-#else
-  static_cast<void>(rank);
-  return own;
-#endif
-}
-
-// A kernel launched with gpu_launch_after may start while the one before it in the stream still runs. It
-// waits here for that one to end; everything it wrote is then visible.
-__device__ __forceinline__ void wait_for_kernel_before() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Lets the blocks of a kernel launched with gpu_launch_after come in as blocks of this one go.
-__device__ __forceinline__ void let_kernel_after_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 #endif  // device compilation
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
 
-// What a launch returned. An error is also kept for the next one that asks, which would take it for its own.
+// What a launch returned. An error is also kept for the next one that asks, which would take it for
+// its own.
 inline gpuError gpu_launched(gpuError error) {
   if (error != gpuSuccess) static_cast<void>(gpuGetLastError());
   return error;
@@ -406,9 +209,10 @@ inline gpuError gpu_clear(void* memory, size_t bytes, gpuStream stream) {
 // Of a kernel's own shared arrays, which count too towards the 48 KB that every block may have.
 constexpr int kMostArrayBytes = 8 * 1024;
 
-// Launches kernel(args...) with blocks in clusters of `cluster` along x, and reports the launch's error. With `after`, a
-// kernel that calls wait_for_kernel_before, so that its start overlaps the end of the kernel launched before it on
-// the stream. (Without effect, and harmless, before compute capability 9.0.)
+// Launches kernel(args...) with blocks in clusters of `cluster` along x, and reports the launch's
+// error. With `after`, a kernel that calls grid_dependency_wait, so that its start overlaps the end
+// of the kernel launched before it on the stream. (Without effect, and harmless, before compute
+// capability 9.0.)
 template <typename... Params, typename... Args>
 inline gpuError gpu_launch_as(bool after, void (*kernel)(Params...), dim3 grid, dim3 block,
                               int shared_bytes, int cluster, gpuStream stream, Args&&... args) {
@@ -455,3 +259,44 @@ inline gpuError gpu_launch_after(void (*kernel)(Params...), dim3 grid, dim3 bloc
 #endif  // a GPU compiler
 
 }  // namespace fuselage
+
+// NOTE: old names, until norm/ is rewritten.
+#if defined(__CUDACC__) || defined(__HIPCC__)
+#include "common/ptx.h"
+
+namespace fuselage {
+
+__device__ __forceinline__ void wait_for_kernel_before() { grid_dependency_wait(); }
+__device__ __forceinline__ void let_kernel_after_start() { launch_dependents(); }
+template <int kBytes>
+__device__ __forceinline__ void async_copy(void* shared, const void* global) {
+  cp_async<kBytes>(shared, global);
+}
+__device__ __forceinline__ void async_copy_partial(void* shared, const void* global, int bytes) {
+  cp_async_partial(shared, global, bytes);
+}
+__device__ __forceinline__ void async_copy_commit() { cp_async_commit_group(); }
+__device__ __forceinline__ void async_copy_wait(int pending) { cp_async_wait_group(pending); }
+__device__ __forceinline__ void cluster_meet_start() { cluster_arrive_relaxed(); }
+__device__ __forceinline__ void cluster_meet_end() { cluster_wait(); }
+__device__ __forceinline__ void mailbox_init(uint64_t* mailbox) {
+  mbarrier_init(shared_address(mailbox), 1);
+  fence_mbarrier_init();
+}
+__device__ __forceinline__ void mailbox_expect(uint64_t* mailbox, int bytes) {
+  mbarrier_arrive_expect_tx(shared_address(mailbox), bytes);
+}
+__device__ __forceinline__ void mailbox_send(uint64_t* mailbox, float* slot, int rank,
+                                             float value) {
+  st_async(slot, rank, value, shared_address(mailbox));
+}
+__device__ __forceinline__ void mailbox_wait(uint64_t* mailbox, int round) {
+  mbarrier_wait_parity_cluster(shared_address(mailbox), round);
+}
+__device__ __forceinline__ void bulk_copy(void* shared, const void* global, int bytes,
+                                          uint64_t* mailbox) {
+  bulk_copy_async(shared, global, bytes, shared_address(mailbox));
+}
+
+}  // namespace fuselage
+#endif

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/gpu_compat.h"
+#include "common/ptx.h"
 
 namespace fuselage {
 
@@ -59,7 +60,7 @@ struct RowSumScratch {
   // One sum a warp; the sums of a row start at a multiple of four.
   alignas(16) float warps[kCount][2 * kMaxWarpsPerBlock];
   float blocks[kCount][kMaxCluster];
-  uint64_t mailbox;
+  uint64_t mbarrier;
 };
 
 // What a cluster needs before its first row_sum: all threads call the start early in the kernel, with every array
@@ -68,13 +69,14 @@ template <typename... Scratches>
 __device__ __forceinline__ void row_sum_start(int cluster, Scratches&... scratches) {
   if (cluster == 1) return;
   const auto init_all = [](auto& array) {
-    for (auto& scratch : array) mailbox_init(&scratch.mailbox);
+    for (auto& scratch : array) mbarrier_init(shared_address(&scratch.mbarrier), 1);
+    fence_mbarrier_init();
   };
   if (threadIdx.x == 0) (init_all(scratches), ...);
-  cluster_meet_start();
+  cluster_arrive_relaxed();
 }
 __device__ __forceinline__ void row_sum_end(int cluster) {
-  if (cluster > 1) cluster_meet_end();
+  if (cluster > 1) cluster_wait();
 }
 
 // Sum over the warp of kVectors (1, 2 or 4) values a lane, in every lane: first those with the same index,
@@ -157,15 +159,16 @@ __device__ __forceinline__ void row_sum_of_vectors(const float (&vectors)[kCount
   }
   if (cluster > 1) {
     // Each block sends its sums to every block of the cluster; all add them up in the same order.
+    const uint32_t barrier = shared_address(&scratch.mbarrier);
     if (threadIdx.x < cluster) {
       if (threadIdx.x == 0)
-        mailbox_expect(&scratch.mailbox, cluster * kCount * static_cast<int>(sizeof(float)));
+        mbarrier_arrive_expect_tx(barrier, cluster * kCount * static_cast<int>(sizeof(float)));
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        mailbox_send(&scratch.mailbox, &scratch.blocks[i][cluster_rank()], threadIdx.x, sums[i]);
+        st_async(&scratch.blocks[i][cluster_rank()], threadIdx.x, sums[i], barrier);
       }
     }
-    mailbox_wait(&scratch.mailbox, turn / kScratches % 2);
+    mbarrier_wait_parity_cluster(barrier, turn / kScratches % 2);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const float* blocks = scratch.blocks[i];

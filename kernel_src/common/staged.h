@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common/launch_policy.h"
+#include "common/ptx.h"
 #include "common/vector.h"
 
 namespace fuselage {
@@ -26,7 +27,7 @@ __device__ __forceinline__ void stage_in(char* staged, const T* source, int coun
   const char* block = reinterpret_cast<const char*>(source) - shift;
   const int bytes = shift + count * static_cast<int>(sizeof(T));
   for (int offset = 16 * thread; offset < bytes; offset += 16 * threads)
-    async_copy_partial(staged + offset, block + offset, min(bytes - offset, 16));
+    cp_async_partial(staged + offset, block + offset, min(bytes - offset, 16));
 }
 
 // The way back, for rows written with store_staged. All of them must be in place.

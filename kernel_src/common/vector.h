@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/gpu_compat.h"
+#include "common/ptx.h"
 
 namespace fuselage {
 
@@ -188,12 +189,12 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
     return v;
   }
 
-  // Starts the copy of one vector into shared memory (see async_copy).
+  // Starts the copy of one vector into shared memory (see cp_async).
   static __device__ __forceinline__ void load_async(Vector* shared, const void* source) {
 #pragma unroll
     for (int i = 0; i < kBytes; i += kAlignment) {
-      async_copy<kAlignment>(reinterpret_cast<char*>(shared) + i,
-                             static_cast<const char*>(source) + i);
+      cp_async<kAlignment>(reinterpret_cast<char*>(shared) + i,
+                           static_cast<const char*>(source) + i);
     }
   }
 

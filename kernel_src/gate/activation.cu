@@ -18,6 +18,7 @@
 #include "gate/activation.h"
 
 #include "common/dispatch.h"
+#include "common/ptx.h"
 #include "common/vector.h"
 #include "gate/activation_math.h"
 #include "gate/activation_policy.h"
@@ -399,7 +400,7 @@ __global__ void __launch_bounds__(1024)
                            int64_t dim, int count) {
   __shared__ float shared[32][33];
   const int64_t column = int64_t{blockIdx.x} * 32 + threadIdx.x;
-  wait_for_kernel_before();
+  grid_dependency_wait();
   float sum = 0.0f;
   if (column < dim) {
 #pragma unroll 4

@@ -14,6 +14,7 @@
 // With kAligned every half of a head starts and ends on the boundary of a vector; without, halves may start
 // anywhere (common/vector.h). Which thread has which columns, and so the order of every sum, is the same.
 #include "common/dispatch.h"
+#include "common/ptx.h"
 #include "common/reduce.h"
 #include "rope/rotary.h"
 #include "rope/rotary_device.h"
@@ -401,7 +402,7 @@ __global__ void __launch_bounds__(kQkNormThreads, kAligned ? kQkNormBackwardBloc
                      side.partials);
     }
   }
-  let_kernel_after_start();
+  launch_dependents();
 }
 
 // grad_weight = sum of the partials over the blocks, in order. Block: (columns, shares of the partials);
@@ -412,7 +413,7 @@ __global__ void __launch_bounds__(kWeightColumns* kWeightShares)
     qk_norm_rotary_weight_kernel(const QkNormRotaryBackward p) {
   __shared__ float sums[kWeightShares][kWeightColumns];
   const QkNormRotaryBackwardSide& side = blockIdx.y == 0 ? p.q : p.k;
-  wait_for_kernel_before();
+  grid_dependency_wait();
   if (side.grad_weight == nullptr) return;
   const int64_t column = int64_t{blockIdx.x} * kWeightColumns + threadIdx.x;
   float sum = 0.0f;

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kSampleThreads, kSampleBlocks)
   __shared__ Candidate of_warps[kSampleThreads / kWarpSize];
   __shared__ uint32_t block_floor;
   __shared__ __align__(16) GroupQueue queue;
-  wait_for_kernel_before();
+  grid_dependency_wait();
   const Part part = part_of(p, policy);
   const Heat heat = heat_of(p.draws, part.row);
   Drawing<KeptKeys> drawing{};
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kSampleThreads, kSampleBlocks)
       candidates[(part.row * policy.parts + part.number) * p.draws.num_samples + sample] = best;
     __syncthreads();
   }
-  let_kernel_after_start();
+  launch_dependents();
 }
 
 // ---- the second stage ----
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const Draws draws, const DrawResults results, const RowState* states,
                   const Candidate* candidates, const int64_t parts) {
   __shared__ Candidate of_warps[kFinishThreads / kWarpSize];
-  wait_for_kernel_before();
+  grid_dependency_wait();
   const int64_t slot = blockIdx.x;
   const int64_t row = slot / draws.num_samples;
   const int sample = static_cast<int>(slot % draws.num_samples);
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kFinishThreads)
 }
 
 __global__ void advance_kernel(int64_t* offset) {
-  wait_for_kernel_before();
+  grid_dependency_wait();
   ++*offset;
 }
 
@@ -180,13 +180,13 @@ __global__ void __launch_bounds__(kSampleThreads)
   for (int64_t i = first; i < words; i += int64_t{gridDim.x} * kSampleThreads) bins[i] = 0;
   for (int64_t i = first; i < batch; i += int64_t{gridDim.x} * kSampleThreads)
     states[i] = {0, 0, 0, kKeyOfMinusInfinity + 1, 0, 0};
-  let_kernel_after_start();
+  launch_dependents();
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kSampleThreads)
     greatest_kernel(const GumbelSample p, const SamplePolicy policy, const FilterSpace space) {
-  wait_for_kernel_before();
+  grid_dependency_wait();
   const Part part = part_of(p, policy);
   float greatest = minus_infinity();
   for_each_vector<T, kSampleVector>(p, part.row, part.begin, part.end,
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   greatest = warp_greatest(greatest);
   if (threadIdx.x % kWarpSize == 0 && greatest > minus_infinity())
     atomicMax(&space.states[part.row].greatest, key_of<SampleMath>(greatest));
-  let_kernel_after_start();
+  launch_dependents();
 }
 
 __device__ __forceinline__ Scale scale_of(const GumbelSample& p, const RowState& state,
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(kSampleThreads)
     bins_kernel(const GumbelSample p, const SamplePolicy policy, const FilterSpace space) {
   __shared__ unsigned long long weights[kDistanceBins];
   __shared__ uint32_t counts[kDistanceBins];
-  wait_for_kernel_before();
+  grid_dependency_wait();
   const Part part = part_of(p, policy);
   RowState& state = space.states[part.row];
   if (!has_weights(p, state, part.row)) return;
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(kSampleThreads)
     sum += weights[i];
   }
   if (sum != 0) atomicAdd(&state.weights, sum);
-  let_kernel_after_start();
+  launch_dependents();
 }
 
 enum class Filter { top_k, top_p, min_p };
@@ -372,7 +372,7 @@ __global__ void __launch_bounds__(kSampleThreads)
                 const Filter filter) {
   __shared__ Scan<kSampleThreads> scan;
   __shared__ Search shared;
-  wait_for_kernel_before();
+  grid_dependency_wait();
   const Part part = part_of(p, policy);
   RowState& state = space.states[part.row];
   if (!has_weights(p, state, part.row)) return;
@@ -392,7 +392,7 @@ __global__ void __launch_bounds__(kSampleThreads)
           if (at < kListed) list[at] = key_of<SampleMath>(logits[k]);
         }
       });
-  let_kernel_after_start();
+  launch_dependents();
 }
 
 // Finds the bound among the keys of the bin, a block for a row.
@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(kChooseThreads, 1)
   __shared__ unsigned long long weights[kDigits];
   __shared__ uint32_t counts[kDigits];
   __shared__ int chosen;
-  wait_for_kernel_before();
+  grid_dependency_wait();
   const int64_t row = blockIdx.x;
   RowState& state = space.states[row];
   if (!has_weights(p, state, row)) return;
@@ -492,7 +492,7 @@ __global__ void __launch_bounds__(kChooseThreads, 1)
       state.raised = 1;
     }
   }
-  let_kernel_after_start();
+  launch_dependents();
 }
 
 // ---- workspace ----

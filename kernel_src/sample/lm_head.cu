@@ -252,20 +252,6 @@ __device__ __forceinline__ uint32_t chunk_at(int row, int chunk) {
   return static_cast<uint32_t>(row * kChunks + (chunk ^ (row / kRowsOfLine % kChunks))) * 16;
 }
 
-// Starts a copy of 16 bytes, of which the first `bytes` are read and the rest is zero. The other half of a line of
-// memory is wanted next.
-__device__ __forceinline__ void copy_chunk(uint32_t shared, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
-               "r"(bytes)
-               : "memory");
-}
-
-// The same of 4 bytes.
-__device__ __forceinline__ void copy_word(uint32_t shared, const void* global, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes)
-               : "memory");
-}
-
 __device__ __forceinline__ void store_word(uint32_t shared, uint32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
 }
@@ -304,14 +290,14 @@ __device__ __forceinline__ void copy_rows(uint32_t shared, const E* matrix, int6
   if constexpr (kAligned) {
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) {
-      if (has(i)) copy_chunk(to(i), source(i), bytes);
+      if (has(i)) cp_async_zfill_16(to(i), source(i), bytes);
     }
   } else if (kSize == 4 ||
              (reinterpret_cast<uintptr_t>(matrix) | static_cast<uintptr_t>(stride * kSize)) % 4 ==
                  0) {
 #pragma unroll 8
     for (int i = 0; i < kTurns; ++i) {
-      if (has(i)) copy_word(to(i), source(i), bytes);
+      if (has(i)) cp_async_zfill_4(to(i), source(i), bytes);
     }
   } else if constexpr (kSize < 4) {
     constexpr int kBatch = kTurns < 8 ? kTurns : 8;  // loaded before the first is stored
@@ -449,7 +435,7 @@ __global__ void __launch_bounds__(kHeadThreads, kAligned ? head_tile(kColumns, k
     }
     ++filled;
     filling = filling == (kTile.stages - 1) * kStageBytes ? 0 : filling + kStageBytes;
-    async_copy_commit();
+    cp_async_commit_group();
   };
 
   // Two sets: one is loaded while the other is multiplied.
@@ -467,7 +453,7 @@ __global__ void __launch_bounds__(kHeadThreads, kAligned ? head_tile(kColumns, k
         }
       } else {
         const int row = warp_row + f * 16 + lane % 16;
-        load_matrices(stage + chunk_at<kChunks>(row, turn * 2 + lane / 16), a[set][f]);
+        ldmatrix_x4(stage + chunk_at<kChunks>(row, turn * 2 + lane / 16), a[set][f]);
       }
     }
     // Of b: eight rows of the batch, both halves of the columns, and the next eight. Where there are but eight
@@ -476,8 +462,8 @@ __global__ void __launch_bounds__(kHeadThreads, kAligned ? head_tile(kColumns, k
     for (int c = 0; c < kPairs; ++c) {
       const int upper = kColumnFragments == 1 ? 0 : lane / 16 * 8;
       const int row = warp_column + c * 16 + upper + lane % 8;
-      load_matrices(stage + kWeightBytes + chunk_at<kChunks>(row, turn * 2 + lane / 8 % 2),
-                    b[set][c]);
+      ldmatrix_x4(stage + kWeightBytes + chunk_at<kChunks>(row, turn * 2 + lane / 8 % 2),
+                  b[set][c]);
     }
   };
 
@@ -486,7 +472,7 @@ __global__ void __launch_bounds__(kHeadThreads, kAligned ? head_tile(kColumns, k
   float sums[kFragments][kColumnFragments][4] = {};
 #pragma unroll
   for (int i = 0; i < kTile.stages - 1; ++i) start_stage();
-  async_copy_wait(kTile.stages - 2);
+  cp_async_wait_group(kTile.stages - 2);
   __syncthreads();
   uint32_t reading = 0;
   load_fragments(0, shared, 0);
@@ -497,7 +483,7 @@ __global__ void __launch_bounds__(kHeadThreads, kAligned ? head_tile(kColumns, k
       if (turn == kTurns - 1) {
         // The next stage is there, and nobody reads the one before any more.
         reading = reading == (kTile.stages - 1) * kStageBytes ? 0 : reading + kStageBytes;
-        async_copy_wait(kTile.stages - 2);
+        cp_async_wait_group(kTile.stages - 2);
         __syncthreads();
       }
       load_fragments((turn + 1) % 2, shared + reading, (turn + 1) % kTurns);
@@ -517,7 +503,7 @@ __global__ void __launch_bounds__(kHeadThreads, kAligned ? head_tile(kColumns, k
       }
     }
   }
-  async_copy_wait(0);
+  cp_async_wait_group(0);
   __syncthreads();
 
   // Turned over: the stages are no longer needed.
@@ -534,7 +520,7 @@ __global__ void __launch_bounds__(kHeadThreads, kAligned ? head_tile(kColumns, k
   }
   __syncthreads();
   finish_tile(p, out, options, tile, first, first_row, kColumns);
-  let_kernel_after_start();
+  launch_dependents();
 }
 
 // ---- float32 ----
@@ -594,7 +580,7 @@ __global__ void __launch_bounds__(float_tile(kColumns).threads, 2)
         copy_stage(std::false_type{}, stage, column);
       }
     }
-    async_copy_commit();
+    cp_async_commit_group();
   };
 
   RowOptions* options = reinterpret_cast<RowOptions*>(shared_bytes + float_options_at(kTile));
@@ -604,7 +590,7 @@ __global__ void __launch_bounds__(float_tile(kColumns).threads, 2)
   for (int i = 0; i < kTile.stages - 1; ++i) start_stage(i);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    async_copy_wait(kTile.stages - 2);
+    cp_async_wait_group(kTile.stages - 2);
     __syncthreads();
     start_stage(step + kTile.stages - 1);
     const char* stage = shared_bytes + step % kTile.stages * kStageBytes;
@@ -628,7 +614,7 @@ __global__ void __launch_bounds__(float_tile(kColumns).threads, 2)
       }
     }
   }
-  async_copy_wait(0);
+  cp_async_wait_group(0);
   __syncthreads();
   float* tile = reinterpret_cast<float*>(shared_bytes);
 #pragma unroll
@@ -639,7 +625,7 @@ __global__ void __launch_bounds__(float_tile(kColumns).threads, 2)
   }
   __syncthreads();
   finish_tile(p, out, options, tile, first, first_row, kColumns);
-  let_kernel_after_start();
+  launch_dependents();
 }
 
 #endif  // CUDA
@@ -738,7 +724,7 @@ __global__ void __launch_bounds__(kPlainThreads, 2)
   }
   __syncthreads();
   finish_tile(p, out, options, tile, first, first_row, kPlainColumns);
-  let_kernel_after_start();
+  launch_dependents();
 }
 
 // ---- launchers ----

@@ -28,12 +28,13 @@
 // equals that of the lowest index, has no order. So a draw depends on neither.
 #include "sample/lm_head_sm90.h"
 
+#include <cuda.h>
+
 #include <algorithm>
 #include <type_traits>
 
 #include "common/launch_policy.h"
 #include "sample/fragments.h"
-#include "sample/hopper.h"
 #include "sample/sample_draw.h"
 #include "sample/sample_filter.h"
 #include "sample/wgmma.h"
@@ -170,6 +171,15 @@ struct HeadDraw {
   uint32_t* shared_least;  // [num_samples, columns]: keys of scores below which none can win;
                            // [num_samples]: blocks that have shared those of their first tiles
 };
+
+// Where lane `lane` finds its row of the matrices that are two chunks of 16 bytes of 16 rows, as TMA swizzles rows of 128 or
+// 64 bytes. Those of the i-th two are at this ^ i * 32.
+template <int kRowBytes>
+__device__ __forceinline__ uint32_t narrow_chunk_of(int lane) {
+  const int row = lane % 16, chunk = lane / 16;
+  const int turned = chunk ^ (kRowBytes == 128 ? row % 8 : row / 2 % 4);
+  return static_cast<uint32_t>(row * kRowBytes + turned * 16);
+}
 
 // ---- noise ----
 
@@ -565,7 +575,7 @@ __device__ __forceinline__ void raise_least(const HeadDraw& p, const Columns& co
   constexpr int kThreadsHere = 32 * kMultiplyingWarps, kPatience = 40;
   constexpr bool kExchanges = kColumns >= 64;
   static_assert(kColumns * sizeof(float) <= kQueueBytes, "scores are in the place of queues");
-  const auto together = [] { meet<kMultiplyingBarrier, kThreadsHere>(); };
+  const auto together = [] { named_barrier_sync<kMultiplyingBarrier, kThreadsHere>(); };
   together();
   for (int column = thread; column < p.batch; column += kThreadsHere) {
     float greatest = -INFINITY;
@@ -598,9 +608,9 @@ __device__ __forceinline__ void raise_least(const HeadDraw& p, const Columns& co
 template <int kCluster>
 __device__ __forceinline__ void free_stage(uint32_t empty, int lane) {
   if (kCluster == 1) {
-    if (lane == 0) barrier_arrive(empty);
+    if (lane == 0) mbarrier_arrive(empty);
   } else if (lane < kCluster) {
-    barrier_arrive_at(lane, empty);
+    mbarrier_arrive_cluster(empty, lane);
   }
 }
 
@@ -692,7 +702,7 @@ __device__ __forceinline__ Tile tile_of(const HeadDraw& p, int number) {
 __device__ __forceinline__ void find_top_k_floors(const HeadDraw& p, int thread) {
   constexpr int kPatience = 400;
   constexpr int kGroupsEach = 12, kMostOfGroups = 32 * kGroupsEach * 2 / 3;
-  meet<kNoiseBarrier, kNoiseThreads>();
+  named_barrier_sync<kNoiseBarrier, kNoiseThreads>();
   const int lane = thread % 32;
   if (thread == 0) {
     __threadfence();
@@ -750,7 +760,7 @@ __device__ __forceinline__ void keep_strips(const HeadDraw& p, const Columns& co
                                             const float* greatest, uint32_t read, uint32_t written,
                                             int thread) {
   constexpr int kEach = (kColumns + kNoiseThreads - 1) / kNoiseThreads;
-  wait_for_kernel_before();  // that has cleared what strips need
+  grid_dependency_wait();  // that has cleared what strips need
   const Strips& strips = p.out.strips;
   float seen[kEach];
 #pragma unroll
@@ -768,7 +778,7 @@ __device__ __forceinline__ void keep_strips(const HeadDraw& p, const Columns& co
     const uint32_t parity = turn >> 1 & 1;
     const bool is_last = number + gridDim.x >= p.tiles;  // after which the next kernel waits
     while (p.finds_floors &&
-           !__all_sync(0xffffffffu, barrier_is_done(written + 8 * half, parity))) {
+           !__all_sync(0xffffffffu, mbarrier_test_wait_parity(written + 8 * half, parity))) {
       for_columns([&](int column, int64_t row, float) {
         const uint32_t key = const_cast<const volatile uint32_t*>(strips.floors)[row];
         if (key != 0)
@@ -776,7 +786,7 @@ __device__ __forceinline__ void keep_strips(const HeadDraw& p, const Columns& co
       });
       __nanosleep(is_last ? 100 : 1000);
     }
-    barrier_wait(written + 8 * half, parity);
+    mbarrier_wait_parity(written + 8 * half, parity);
     const Tile tile = tile_of(p, number);
     for_columns([&](int column, int64_t row, float& most) {
       const float* of_units = greatest + half * kNoises + column;
@@ -797,7 +807,7 @@ __device__ __forceinline__ void keep_strips(const HeadDraw& p, const Columns& co
       }
     });
     __syncwarp();
-    if (thread % 32 == 0) barrier_arrive(read + 8 * half);
+    if (thread % 32 == 0) mbarrier_arrive(read + 8 * half);
     if (turn == 0 && p.finds_floors && p.out.filters.has_top_k) find_top_k_floors(p, thread);
   }
 }
@@ -845,19 +855,19 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
   const int rank = kCluster > 1 ? cluster_rank() : 0;
 
   if (threadIdx.x == 0) {
-    prefetch_map(weight_more);
-    prefetch_map(weight_less);
-    prefetch_map(hidden_tile);
+    prefetch_tensormap(weight_more);
+    prefetch_tensormap(weight_less);
+    prefetch_tensormap(hidden_tile);
     for (int i = 0; i < kStages; ++i) {
-      barrier_create(full + 8 * i, 1);
-      barrier_create(empty + 8 * i, kMultiplyingWarps * kCluster);
+      mbarrier_init(full + 8 * i, 1);
+      mbarrier_init(empty + 8 * i, kMultiplyingWarps * kCluster);
     }
     for (int i = 0; i < 2; ++i) {
-      barrier_create(noise_full + 8 * i, kNoiseWarps);
-      barrier_create(noise_empty + 8 * i, kMultiplyingWarps);
+      mbarrier_init(noise_full + 8 * i, kNoiseWarps);
+      mbarrier_init(noise_empty + 8 * i, kMultiplyingWarps);
     }
-    barrier_create(queue_empty, kNoiseWarps);
-    barriers_created();
+    mbarrier_init(queue_empty, kNoiseWarps);
+    fence_mbarrier_init();
     if (stages % 1024 != 0) __trap();  // the swizzle goes by address
   }
   if (p.out.logits == nullptr) {
@@ -888,16 +898,16 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
   uint32_t phase = 0;
 
   if (warp >= kMultiplyingWarps) {
-    registers_give_back<kRegisters.others>();
+    setmaxnreg_dec<kRegisters.others>();
     if (warp == kMultiplyingWarps && lane == 0) {
       constexpr int kHiddenRows = hidden_rows(kColumns, kNarrow);
       const auto copy_weight = [&](const Tile& tile, int step, int stage) {
-        barrier_expect(full + 8 * stage,
-                       tile.units * (kUnitRows * kWeightRowBytes) + kHiddenRows * kRowBytes);
+        mbarrier_arrive_expect_tx(
+            full + 8 * stage, tile.units * (kUnitRows * kWeightRowBytes) + kHiddenRows * kRowBytes);
         if (tile.units != 0) {
-          copy_tile(stages + stage * kStageBytes,
-                    tile.units == most_units ? weight_more : weight_less, step * kDepth, tile.row,
-                    full + 8 * stage, kReadOnce);
+          tma_load_2d(stages + stage * kStageBytes,
+                      tile.units == most_units ? weight_more : weight_less, step * kDepth, tile.row,
+                      full + 8 * stage, kL2EvictFirst);
         }
       };
       // Stages whose weights are on their way. The kernel before makes nothing that weights need.
@@ -905,13 +915,13 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
       if (kNarrow) {
         const Tile tile = tile_of(p, blockIdx.x);
         for (; early < kStages && early < p.steps; ++early) copy_weight(tile, early, early);
-        wait_for_kernel_before();
+        grid_dependency_wait();
       }
       for (int number = blockIdx.x; number < p.tiles; number += gridDim.x) {
         const Tile tile = tile_of(p, number);
         for (int step = 0; step < p.steps; ++step) {
           const uint32_t hidden = stages + stage * kStageBytes + kWeightBytes;
-          barrier_wait(empty + 8 * stage, phase ^ 1);
+          mbarrier_wait_parity(empty + 8 * stage, phase ^ 1);
           if (!kNarrow || early == 0) {
             copy_weight(tile, step, stage);
           } else {
@@ -920,10 +930,11 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
           const int column = kNarrow ? 0 : step * kDepth, row = kNarrow ? step * kHiddenRows : 0;
           if (kCluster > 1) {
             constexpr int kPart = kHiddenRows / kCluster;
-            copy_tile_to((1u << kCluster) - 1, hidden + rank * kPart * kRowBytes, hidden_tile,
-                         column, row + rank * kPart, full + 8 * stage, kReadOften);
+            tma_load_2d_multicast((1u << kCluster) - 1, hidden + rank * kPart * kRowBytes,
+                                  hidden_tile, column, row + rank * kPart, full + 8 * stage,
+                                  kL2EvictLast);
           } else {
-            copy_tile(hidden, hidden_tile, column, row, full + 8 * stage, kReadOften);
+            tma_load_2d(hidden, hidden_tile, column, row, full + 8 * stage, kL2EvictLast);
           }
           if (++stage == kStages) {
             stage = 0;
@@ -938,7 +949,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
     }
     if (warp > kMultiplyingWarps && p.out.logits == nullptr) {
       const int thread = threadIdx.x - 32 * (kMultiplyingWarps + 1);
-      wait_for_kernel_before();  // that has set shared_least
+      grid_dependency_wait();  // that has set shared_least
       // Of each turn the noise is made, and two turns later, when it is drawn from, what it left is scored.
       const int turns = p.tiles / static_cast<int>(gridDim.x) * p.num_samples;
       const auto tile_of_turn = [&](int turn) {
@@ -947,11 +958,11 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
       for (int turn = 0; turn < turns + 2; ++turn) {
         const int half = turn & 1;
         if (turn >= 2) {
-          barrier_wait(noise_empty + 8 * half, (turn >> 1 & 1) ^ 1);
+          mbarrier_wait_parity(noise_empty + 8 * half, (turn >> 1 & 1) ^ 1);
           score_all_queued<kColumns, kMultiplyingWarps>(
               p, columns, queues, (turn - 2) % p.num_samples, tile_of_turn(turn - 2).row, thread);
           __syncwarp();
-          if (lane == 0) barrier_arrive(queue_empty);
+          if (lane == 0) mbarrier_arrive(queue_empty);
         }
         if (turn >= turns) continue;
         const Tile tile = tile_of_turn(turn);
@@ -969,11 +980,11 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
           news.finish(p, columns, sample, thread);
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(noise_full + 8 * half);
+        if (lane == 0) mbarrier_arrive(noise_full + 8 * half);
       }
     }
   } else {
-    registers_take<kRegisters.multiplying>();
+    setmaxnreg_inc<kRegisters.multiplying>();
     const Queue queue(queues, warp);
     const int group = warp / 4;
     int turn = 0;
@@ -1001,23 +1012,23 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
         uint32_t weight = own + stage * kStageBytes;
         // NOTE: as above, and so in the registers that products take it from.
         const auto hidden_of = [&](int stage) {
-          return __shfl_sync(0xffffffffu, matrix_of(stages + stage * kStageBytes + kWeightBytes),
-                             0);
+          return __shfl_sync(0xffffffffu,
+                             wgmma_descriptor(stages + stage * kStageBytes + kWeightBytes), 0);
         };
         uint32_t hidden = hidden_of(stage);
         for (int step = 0; step < p.steps; ++step) {
           const int next = stage + 1 == kStages ? 0 : stage + 1;
           uint32_t next_hidden = 0;
-          barrier_wait(full + 8 * stage, phase);
+          mbarrier_wait_parity(full + 8 * stage, phase);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             uint32_t words[kBlocks / 2][4];
 #pragma unroll
             for (int i = 0; i < kBlocks / 2; ++i) {
-              load_matrices(weight ^ (half * kBlocks / 2 + i) * 32, words[i]);
+              ldmatrix_x4(weight ^ (half * kBlocks / 2 + i) * 32, words[i]);
             }
             // All but the other half are done: these registers are free, and, after the first, the stage before.
-            products_wait<1>();
+            wgmma_wait_group<1>();
             if (half == 1 && step > 0) {
               free_stage<kCluster>(empty + 8 * (stage == 0 ? kStages - 1 : stage - 1), lane);
             }
@@ -1027,7 +1038,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
               widen(two[0], fragments[half][i][0], fragments[half][i][2]);
               widen(two[1], fragments[half][i][1], fragments[half][i][3]);
             }
-            products_begin();
+            wgmma_fence();
 #pragma unroll
             for (int i = 0; i < kBlocks; ++i) {
               const int k = half * kBlocks + i;
@@ -1035,7 +1046,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
                                       hidden + k / 4 * (kColumns * kRowBytes / 16) + k % 4 * 2,
                                       step > 0 || k > 0);
             }
-            products_commit();
+            wgmma_commit_group();
             if (half == 0) next_hidden = hidden_of(next);
           }
           if (next == 0) phase ^= 1;
@@ -1046,17 +1057,17 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
       }
       for (int step = 0; step < p.steps && !kNarrow; ++step) {
         const uint32_t weight =
-            matrix_of(stages + stage * kStageBytes + group * kGroupRows * kRowBytes);
-        const uint32_t hidden = matrix_of(stages + stage * kStageBytes + kWeightBytes);
-        barrier_wait(full + 8 * stage, phase);
-        products_begin();
+            wgmma_descriptor(stages + stage * kStageBytes + group * kGroupRows * kRowBytes);
+        const uint32_t hidden = wgmma_descriptor(stages + stage * kStageBytes + kWeightBytes);
+        mbarrier_wait_parity(full + 8 * stage, phase);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kDepth / 16; ++k) {
           Wgmma<T, kColumns>::run(logits, weight + 2 * k, hidden + 2 * k, step > 0 || k > 0);
         }
-        products_commit();
+        wgmma_commit_group();
         if (step > 0) {
-          products_wait<1>();
+          wgmma_wait_group<1>();
           free_stage<kCluster>(empty + 8 * (stage == 0 ? kStages - 1 : stage - 1), lane);
         }
         if (++stage == kStages) {
@@ -1067,8 +1078,8 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
       const bool is_first = number < gridDim.x;
       const auto own_noise = [&] { return noise + (turn & 1) * kNoises + warp * kColumns; };
       const auto begin_turn = [&] {
-        barrier_wait(noise_full + 8 * (turn & 1), turn >> 1 & 1);
-        if (turn > 0) barrier_wait(queue_empty, (turn - 1) & 1);
+        mbarrier_wait_parity(noise_full + 8 * (turn & 1), turn >> 1 & 1);
+        if (turn > 0) mbarrier_wait_parity(queue_empty, (turn - 1) & 1);
         if (lane == 0) *queue.count = 0;
       };
       const auto set_thresholds = [&](int sample) {
@@ -1078,15 +1089,15 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
         begin_turn();
         set_thresholds(0);
       }
-      products_wait<0>();
+      wgmma_wait_group<0>();
       free_stage<kCluster>(empty + 8 * (stage == 0 ? kStages - 1 : stage - 1), lane);
-      hold(logits);
+      wgmma_fence_operand(logits);
 
       if (kNarrow) {
         if (is_first) {  // from the kernel before, which the copies have waited for
           for (int column = threadIdx.x; column < kColumns; column += 32 * kMultiplyingWarps)
             columns.scale[column] = __ldcg(p.hidden_scales + column);
-          meet<kMultiplyingBarrier, 32 * kMultiplyingWarps>();
+          named_barrier_sync<kMultiplyingBarrier, 32 * kMultiplyingWarps>();
         }
 #pragma unroll
         for (int turn = 0; turn < kColumns / 8; ++turn) {
@@ -1115,14 +1126,14 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
       }
       if (p.out.logits != nullptr) {
         const bool has_strips = p.out.strips.greatest != nullptr;
-        if (has_strips) barrier_wait(noise_full + 8 * (turn & 1), (turn >> 1 & 1) ^ 1);
+        if (has_strips) mbarrier_wait_parity(noise_full + 8 * (turn & 1), (turn >> 1 & 1) ^ 1);
         if (warp < tile.units && p.softcap == 0.0f) {
           write_logits<false>(p, columns, logits, own_noise(), row, lane);
         } else if (warp < tile.units) {
           write_logits<true>(p, columns, logits, own_noise(), row, lane);
         }
         __syncwarp();
-        if (has_strips && lane == 0) barrier_arrive(noise_empty + 8 * (turn & 1));
+        if (has_strips && lane == 0) mbarrier_arrive(noise_empty + 8 * (turn & 1));
         ++turn;
         continue;
       }
@@ -1147,7 +1158,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
           with_softcap(std::true_type());
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(noise_empty + 8 * (turn & 1));
+        if (lane == 0) mbarrier_arrive(noise_empty + 8 * (turn & 1));
         ++turn;
       }
     }
@@ -1158,7 +1169,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kNarrow), 1)
       p.candidates[int64_t{blockIdx.x} * p.num_samples * kColumns + i] = columns.best[i];
     }
   }
-  let_kernel_after_start();
+  launch_dependents();
   // A block's memory is written to by the others as long as they run.
   if (kCluster > 1) cluster_sync();
 #endif
@@ -1178,8 +1189,8 @@ struct Cleared {
 
 // NOTE: the kernel that follows may start once all that was launched before is done.
 __global__ void clear_kernel(const Cleared cleared) {
-  wait_for_kernel_before();
-  let_kernel_after_start();
+  grid_dependency_wait();
+  launch_dependents();
   cleared.run();
 }
 
@@ -1210,8 +1221,8 @@ __device__ __forceinline__ int powers_up(uint32_t greatest) {
 // Puts hidden into tiles, a column a block, and clears as the kernel above. NOTE: its note holds here.
 __global__ void __launch_bounds__(kTilesThreads) hidden_tiles_kernel(const HiddenTiles p) {
   __shared__ uint32_t greatest;  // bits of its magnitude
-  wait_for_kernel_before();
-  let_kernel_after_start();
+  grid_dependency_wait();
+  launch_dependents();
   if (blockIdx.x == 0) p.cleared.run();
   const int column = blockIdx.x;
   const auto load = [&](int block, uint32_t(&pairs)[8]) {
@@ -1293,8 +1304,8 @@ constexpr int kHeadFinishThreads = 128;
 // A warp for each token.
 __global__ void __launch_bounds__(kHeadFinishThreads) head_finish_kernel(Finish p) {
   const int i = blockIdx.x * (kHeadFinishThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-  let_kernel_after_start();
-  wait_for_kernel_before();
+  launch_dependents();
+  grid_dependency_wait();
   if (i >= p.batch * p.num_samples) return;
   const int b = i / p.num_samples, sample = i % p.num_samples;
   unsigned long long best = 0;

@@ -70,7 +70,7 @@ struct Cluster {
   __device__ __forceinline__ void sync() const { cluster_sync(); }
   template <typename V>
   __device__ __forceinline__ V* at(V* own, int of) const {
-    return of_block(own, of);
+    return map_shared_rank(own, of);
   }
 };
 
@@ -735,7 +735,7 @@ __global__ void __launch_bounds__(kClusterThreads, kClusterBlocks)
     cluster_kernel(const GumbelSample p, const ClusterPolicy policy) {
   extern __shared__ __align__(128) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  wait_for_kernel_before();
+  grid_dependency_wait();
   const uint32_t* left = p.strips.left;
   uint32_t number = blockIdx.x / policy.blocks;
 #pragma unroll 1
@@ -748,7 +748,7 @@ __global__ void __launch_bounds__(kClusterThreads, kClusterBlocks)
     draw_row(p, shared, policy, row);
     number = shared.next;
   } while (left != nullptr);
-  let_kernel_after_start();
+  launch_dependents();
 }
 
 }  // namespace

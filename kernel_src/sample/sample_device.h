@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/dispatch.h"
+#include "common/ptx.h"
 #include "common/reduce.h"
 #include "sample/gumbel.h"
 #include "sample/sample.h"

@@ -150,7 +150,7 @@ __device__ __forceinline__ bool draw_row(const GumbelSample& p, Shared& shared, 
   const NoiseKey noise = key_of_row(p.draws, row);
   const Wanted wanted(p.filters, p.draws.vocab, row);
   const bool weighs_all = wanted.weighs_all();
-  wait_for_kernel_before();  // the head. What writes any of these was done before it was
+  grid_dependency_wait();  // the head. What writes any of these was done before it was
   const RowStrips row_strips(p.strips, row);
 
   float of_thread = minus_infinity();
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(kThreads, 2) strips_kernel(const GumbelSample 
     if (!drawn) p.strips.left[2 + atomicAdd(p.strips.left, 1u)] = static_cast<uint32_t>(row);
     if (drawn && has_own_offset(p.draws)) ++p.draws.offsets[row * p.draws.offset_stride];
   }
-  let_kernel_after_start();
+  launch_dependents();
 }
 
 }  // namespace

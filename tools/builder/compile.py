@@ -117,7 +117,7 @@ def _is_wanted(arch: str, wanted: list[str]) -> bool:
     return arch in wanted or arch.rstrip("af") in wanted
 
 
-# The sources ask for this capability alone (common/gpu_compat.h).
+# The sources ask for this capability alone (common/ptx.h).
 _CODE_CHANGES_AT = 90
 
 

@@ -1,0 +1,370 @@
+// PTX instructions that CUDA C++ has no function for, under PTX's own names. Barriers and tiles are
+// named by their 32-bit addresses in shared memory (shared_address).
+//
+// Where the GPU lacks an instruction its function does nothing, but for cp_async, which copies at
+// once. A kernel that depends on more than that is compiled to nothing there: kCompilesClusters.
+#pragma once
+
+#include <cstdint>
+
+#if defined(USE_ROCM)
+#include <hip/hip_runtime.h>
+#else
+#include <cuda_runtime.h>
+#endif
+
+struct CUtensorMap_st;  // CUtensorMap of <cuda.h>
+
+#if defined(__CUDACC__) || defined(__HIPCC__)
+
+// Instructions of compute capability 9.0 and up: nothing elsewhere.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define FUSELAGE_SM90_ASM(...) asm volatile(__VA_ARGS__)
+#else
+#define FUSELAGE_SM90_ASM(...) static_cast<void>(0)
+#endif
+
+namespace fuselage {
+
+// Whether the code being compiled is for GPUs with clusters and bulk copies. Kernels for those
+// alone return at once in other code, which leaves the compiler nothing to do.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool kCompilesClusters = true;
+#else
+constexpr bool kCompilesClusters = false;
+#endif
+
+// An address as instructions on shared memory take it.
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+#if defined(USE_ROCM)
+  static_cast<void>(pointer);
+  return 0;
+#else
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+#endif
+}
+
+// ---- cp.async: copies from global to shared memory, 4, 8 or 16 bytes a thread ----
+
+// Starts the copy of kBytes, both sides aligned to them. Without such an instruction it is done
+// when the call returns.
+template <int kBytes>
+__device__ __forceinline__ void cp_async(void* shared, const void* global) {
+#if defined(USE_ROCM)
+  __builtin_memcpy(__builtin_assume_aligned(shared, kBytes),
+                   __builtin_assume_aligned(global, kBytes), kBytes);
+#else
+  const uint32_t address = shared_address(shared);
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(global),
+                 "n"(kBytes)
+                 : "memory");
+  }
+#endif
+}
+
+// As cp_async<16>, of which only the first `bytes` (2 to 16, even) exist. Fewer than 16 are copied
+// at once.
+__device__ __forceinline__ void cp_async_partial(void* shared, const void* global, int bytes) {
+  if (bytes == 16) {
+    cp_async<16>(shared, global);
+    return;
+  }
+  for (int i = 0; i < bytes / 2; ++i) {
+    static_cast<uint16_t*>(shared)[i] = static_cast<const uint16_t*>(global)[i];
+  }
+}
+
+// Closes a group of this thread's copies.
+__device__ __forceinline__ void cp_async_commit_group() {
+#if !defined(USE_ROCM)
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most `pending` (0 to 3) of this thread's most recent groups are in flight.
+__device__ __forceinline__ void cp_async_wait_group(int pending) {
+#if !defined(USE_ROCM)
+  switch (pending) {
+    case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
+    case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+    case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+    default: asm volatile("cp.async.wait_group 3;" ::: "memory");
+  }
+#endif
+}
+
+#if !defined(USE_ROCM)
+// Copies 16 bytes, of which the first `bytes` are read and the rest is zero. L2 fetches the whole
+// line of 128 bytes.
+__device__ __forceinline__ void cp_async_zfill_16(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(bytes)
+               : "memory");
+}
+
+// The same of 4 bytes.
+__device__ __forceinline__ void cp_async_zfill_4(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+               : "memory");
+}
+#endif
+
+// ---- programmatic dependent launch (PDL) ----
+
+// A kernel launched with gpu_launch_after may start while the previous one of the stream still
+// runs. Waits until that one has ended; all that it wrote is then visible.
+__device__ __forceinline__ void grid_dependency_wait() {
+  FUSELAGE_SM90_ASM("griddepcontrol.wait;" :: : "memory");
+}
+
+// Lets the dependent kernel's blocks start as soon as blocks of this one end and leave room.
+__device__ __forceinline__ void launch_dependents() {
+  FUSELAGE_SM90_ASM("griddepcontrol.launch_dependents;" :: : "memory");
+}
+
+// ---- thread block clusters and distributed shared memory (DSMEM) ----
+
+// The block's number in its cluster.
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank = 0;
+  FUSELAGE_SM90_ASM("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+// The cluster barrier in two halves, which all threads call. NOTE: relaxed. It orders no memory
+// accesses.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  FUSELAGE_SM90_ASM("barrier.cluster.arrive.relaxed.aligned;" :: : "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  FUSELAGE_SM90_ASM("barrier.cluster.wait.acquire.aligned;" :: : "memory");
+}
+
+// Waits for all threads of the cluster. What they wrote before, to DSMEM too, is then visible.
+__device__ __forceinline__ void cluster_sync() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
+// The variable of block `rank` that corresponds to `own` of our shared memory. NOTE: that block
+// must have started, and not ended.
+template <typename T>
+__device__ __forceinline__ T* map_shared_rank(T* own, int rank) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint64_t address;
+  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(own), "r"(rank));
+  return reinterpret_cast<T*>(address);
+#else
+  static_cast<void>(rank);
+  return own;
+#endif
+}
+
+// The same of an address.
+__device__ __forceinline__ uint32_t mapa(uint32_t own, int rank) {
+  uint32_t address = own;
+  FUSELAGE_SM90_ASM("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(rank));
+  return address;
+}
+
+// ---- mbarriers: phases of arrivals and of bytes written by asynchronous copies ----
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  FUSELAGE_SM90_ASM("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier),
+                    "r"(arrivals) : "memory");
+}
+
+// Makes initialised mbarriers visible to asynchronous copies and to the other blocks of the
+// cluster.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  FUSELAGE_SM90_ASM("fence.mbarrier_init.release.cluster;" :: : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  FUSELAGE_SM90_ASM("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and adds to the bytes that the phase waits for.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+  FUSELAGE_SM90_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                    "r"(bytes) : "memory");
+}
+
+// Arrives at the mbarrier of block `rank`. NOTE: not `.release.cluster`, which waits for all of the
+// thread's memory accesses, half a microsecond: this says only that its reads are done.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
+  FUSELAGE_SM90_ASM(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(barrier),
+      "r"(rank) : "memory");
+}
+
+// Waits until the phase of this parity is complete.
+__device__ __forceinline__ void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) {
+  FUSELAGE_SM90_ASM(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}" ::"r"(barrier),
+      "r"(parity) : "memory");
+}
+
+// The same, and acquires what other blocks of the cluster have written.
+__device__ __forceinline__ void mbarrier_wait_parity_cluster(uint32_t barrier, uint32_t parity) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint32_t done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{\n .reg .pred p;\n"
+        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        " selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  }
+#endif
+}
+
+// Whether the phase of this parity is complete.
+__device__ __forceinline__ bool mbarrier_test_wait_parity(uint32_t barrier, uint32_t parity) {
+  uint32_t done = 1;
+  FUSELAGE_SM90_ASM(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}" : "=r"(done) : "r"(barrier),
+      "r"(parity) : "memory");
+  return done != 0;
+}
+
+// Writes `value` to `slot` in the shared memory of block `rank`, and counts its bytes at that
+// block's mbarrier.
+__device__ __forceinline__ void st_async(float* slot, int rank, float value, uint32_t barrier) {
+  [[maybe_unused]] const uint32_t remote_slot = mapa(shared_address(slot), rank);
+  [[maybe_unused]] const uint32_t remote_barrier = mapa(barrier, rank);
+  FUSELAGE_SM90_ASM(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+          remote_slot),
+      "r"(__float_as_uint(value)), "r"(remote_barrier) : "memory");
+}
+
+// ---- bulk copies ----
+
+// Starts the copy of `bytes` (a multiple of 16, both sides aligned to 16) from global to shared
+// memory, and counts them at the mbarrier. One thread copies a whole row, beside the queue in which
+// the SM's other loads and stores wait.
+__device__ __forceinline__ void bulk_copy_async(void* shared, const void* global, int bytes,
+                                                uint32_t barrier) {
+  FUSELAGE_SM90_ASM(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(barrier) : "memory");
+}
+
+#if !defined(USE_ROCM)
+
+// ---- fragments of tensor cores ----
+
+// Four matrices of 8 rows of 16 bytes. A lane has the address of row lane % 8 of matrix lane / 8,
+// and gets bytes 4 * (lane % 4) to 4 * (lane % 4) + 3 of row lane / 4 of each.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t shared, uint32_t (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared)
+               : "memory");
+}
+
+// ---- Hopper alone: TMA tiles, wgmma, setmaxnreg ----
+
+// How long L2 keeps what a TMA copy reads.
+constexpr uint64_t kL2EvictFirst = 0x12f0000000000000;
+constexpr uint64_t kL2EvictLast = 0x14f0000000000000;
+
+__device__ __forceinline__ void prefetch_tensormap(const CUtensorMap_st& map) {
+  FUSELAGE_SM90_ASM("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Copies the tile of `map` that begins at (column, row). Elements outside of the matrix are zero.
+__device__ __forceinline__ void tma_load_2d(uint32_t shared, const CUtensorMap_st& map, int column,
+                                            int row, uint32_t barrier, uint64_t l2_hint) {
+  FUSELAGE_SM90_ASM(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(l2_hint) : "memory");
+}
+
+// The same to the same address of each block of the cluster that has a bit in `blocks`.
+__device__ __forceinline__ void tma_load_2d_multicast(uint32_t blocks, uint32_t shared,
+                                                      const CUtensorMap_st& map, int column,
+                                                      int row, uint32_t barrier, uint64_t l2_hint) {
+  FUSELAGE_SM90_ASM(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(shared),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<uint16_t>(blocks)),
+      "l"(l2_hint) : "memory");
+}
+
+// Sets the registers of each thread of a warpgroup, all of which call it: more (which waits until
+// they are free) or fewer.
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  FUSELAGE_SM90_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  FUSELAGE_SM90_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// A barrier of kThreads threads of the block, whole warps. __syncthreads has number 0.
+template <int kNumber, int kThreads>
+__device__ __forceinline__ void named_barrier_sync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(kThreads) : "memory");
+}
+
+// The low word of a wgmma descriptor of a matrix in shared memory: 2 more is 32 bytes on. The high
+// word is wgmma.h's.
+__device__ __forceinline__ uint32_t wgmma_descriptor(uint32_t address) {
+  return address >> 4 | 1u << 16;
+}
+
+__device__ __forceinline__ void wgmma_fence() {
+  FUSELAGE_SM90_ASM("wgmma.fence.sync.aligned;" :: : "memory");
+}
+__device__ __forceinline__ void wgmma_commit_group() {
+  FUSELAGE_SM90_ASM("wgmma.commit_group.sync.aligned;" :: : "memory");
+}
+
+// Waits until at most kPending commit groups are in flight.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait_group() {
+  FUSELAGE_SM90_ASM("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// NOTE: keeps the compiler from reading accumulators ahead of the wait above this call.
+template <int kCount>
+__device__ __forceinline__ void wgmma_fence_operand(float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
+}
+
+#endif
+
+}  // namespace fuselage
+
+#endif  // a GPU compiler
