@@ -174,7 +174,7 @@ __device__ __forceinline__ float reciprocal_of_normal(float value) {
 
 // A barrier for the threads of one row of the block: those with our threadIdx.y, up to a warp or
 // whole warps of them. NOTE: at most 15 rows of more than a warp. AMD GPUs have barriers for whole
-// blocks only, so all rows of a block must meet equally often.
+// blocks only, so all rows of a block must call it equally often.
 __device__ __forceinline__ void row_barrier() {
 #if defined(USE_ROCM)
   __syncthreads();

@@ -1,5 +1,5 @@
-// CPU kernels of the sampling family. Each call does a range of the work, so that the caller's thread pool can
-// share it out. The work is cut by shape alone.
+// CPU kernels of the sampling family. Each call does a range of the work, so that the caller's
+// thread pool can share it out. The work is cut by shape alone.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@ struct SampleCandidate {
   int64_t index;  // over all shards, or -1
 };
 
-// What a filter or a log-probability needs to know of a row.
+// What filters and log-probabilities need of a row.
 struct SampleRow {
-  float greatest;             // logit
-  uint32_t bound;             // least key of a logit that may be drawn
+  float max_logit;
+  uint32_t bound;             // lowest key of a logit that may be drawn
   uint64_t weights, allowed;  // sums over all logits, and over those
 };
 
@@ -36,7 +36,7 @@ void sample_draw(const GumbelSample& p, const SampleRow* rows,
 void sample_finish(const Draws& draws, const DrawResults& results, const SampleRow* rows,
                    const SampleCandidate* candidates, int64_t pieces);
 
-// The head. Rows of hidden, as float32 without gaps.
+// The head. Rows of hidden, as contiguous float32.
 void lm_head_hidden(const LmHead& p, float* hidden, int64_t begin, int64_t end);
 
 constexpr int64_t kLmHeadPiece = 256;  // rows of weight

@@ -1,17 +1,19 @@
-// The noise of a draw and the weights of a distribution, written once for the GPU and the CPU: same inputs, same
-// bits. Random words are Philox4x32-10's; logarithms and exponentials are polynomials made of single float32
-// operations. Nowhere is the sum of a product and something else left to the compiler, which on some targets
-// would round it once and on others twice: what is to be rounded once is an fma.
+// The noise of a draw and the weights of a distribution, written once for the GPU and the CPU: same
+// inputs, same bits. Random words are Philox4x32-10's; logarithms and exponentials are polynomials
+// made of single float32 operations. Nowhere is the sum of a product and something else left to the
+// compiler, which on some targets would round it once and on others twice: what is to be rounded
+// once is an fma.
 //
-// `Math` says what they are computed with: Floats, Words and Integers, which are one float, uint32_t and int32_t,
-// or vectors of as many, and
+// `Math` says what they are computed with: Floats, Words and Integers, which are one float,
+// uint32_t and int32_t, or vectors of as many, and
 //   fma(a, b, c)       rounded once
 //   to_floats(i)       of integers, rounded to nearest
 //   to_integers(f)     towards zero
 //   words_of(f), integers_of(f), floats_of(i)     the same bits
 //   absolute(f)
 //
-// NOTE: included by CPU code, where functions must live in the namespace of the instruction set: cpu/isa.h.
+// NOTE: included by CPU code, where functions must live in the namespace of the instruction set:
+// cpu/isa.h.
 #pragma once
 
 #include <cstdint>
@@ -82,7 +84,7 @@ FUSELAGE_SAMPLE PhiloxWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32
   return counter;
 }
 
-// What the noise of a row is made with.
+// The noise of a row depends on this.
 struct NoiseKey {
   uint32_t key[2];     // the row's seed
   uint32_t offset[2];  // the row's step
@@ -99,21 +101,22 @@ FUSELAGE_SAMPLE PhiloxWords noise_words(const NoiseKey& key, int64_t number, uin
 
 // ---- where noise comes from ----
 
-// Noise of neighbours is made from its greatest down, so that most of it need not be made. -log(u) of a uniform u has the
-// exponential distribution, and noise is -log of that. Of kNoiseGroup such exponentials e_i
-//   the least has the distribution of e / kNoiseGroup, and is each with equal probability,
-//   the others are the least plus an exponential each, as these have no memory.
-// So a group of logits, counted over all shards, has two words: one for the least, and one for the place that has it.
-// Noise of the other places has a word of its own besides.
+// The maximum of the noise of 16 neighbours is made first, so that most of the rest need not be
+// made. -log(u) of a uniform u has the exponential distribution, and noise is -log of that. Of
+// kNoiseGroup such exponentials e_i
+//   the minimum has the distribution of e / kNoiseGroup, and is at each position equally often,
+//   the others are the minimum plus an exponential each, as these have no memory.
+// So a group of logits, counted over all shards, has two words: one for the minimum, and one for
+// its position. The noise of the other positions has a word of its own besides.
 constexpr int kNoiseGroup = 16;
 constexpr float kLogOfNoiseGroup = 2.772588722239781f;
 
 struct NoiseGroup {
-  uint32_t least;  // word
-  uint32_t place;  // index % kNoiseGroup
+  uint32_t min_word;  // of the smallest exponential
+  uint32_t position;  // its index % kNoiseGroup
 };
 
-static_assert(kNoiseGroup == 1 << 4, "group_of and the place take four bits");
+static_assert(kNoiseGroup == 1 << 4, "group_of and the position take four bits");
 
 FUSELAGE_SAMPLE NoiseGroup noise_group_of(const PhiloxWords& noise) {
   return {noise.words[0], noise.words[1] >> 28};
@@ -127,7 +130,8 @@ FUSELAGE_SAMPLE NoiseGroup noise_group(const NoiseKey& key, int64_t group, int s
   return noise_group_of(noise_words<Products>(key, group, key.offset[1], sample));
 }
 
-// The own word of a logit. Offsets are not negative: their highest bit tells these words from those of groups.
+// The own word of a logit. Offsets are not negative: their highest bit tells these words from those
+// of groups.
 FUSELAGE_SAMPLE uint32_t noise_word(const NoiseKey& key, int64_t index, int sample) {
   const PhiloxWords noise =
       noise_words<WholeProducts>(key, index >> 2, key.offset[1] ^ 0x80000000u, sample);
@@ -139,8 +143,9 @@ FUSELAGE_SAMPLE uint32_t noise_word(const NoiseKey& key, int64_t index, int samp
 
 // ---- logarithms ----
 
-// exponent * log(2) + log(1 + f) for |f| <= 1/3. The polynomial, of (log(1 + f) - f) / f^2, has a relative
-// error of 4.6e-8 (all here are fitted by weighted least squares), a sixth of which is left in the result.
+// exponent * log(2) + log(1 + f) for |f| <= 1/3. The polynomial, of (log(1 + f) - f) / f^2, has a
+// relative error of 4.6e-8 (all here are fitted by weighted least squares), a sixth of which is
+// left in the result.
 template <class Math, class Floats = typename Math::Floats>
 FUSELAGE_SAMPLE Floats log_of_split(Floats f, Floats exponent) {
   Floats p = Math::fma(f, -0.12594892f, 0.13754526f);
@@ -174,9 +179,9 @@ FUSELAGE_SAMPLE Floats log_of_normal(Floats value) {
   return log_of_split<Math>(s.f, s.exponent);
 }
 
-// -log((x + 1/2) / 2^32) of a random word x: a draw of the exponential distribution, in [1.16e-10, 22.9]. The
-// distance of (x + 1/2) / 2^32 to the nearer of 0 and 1 is what is rounded to float32, so that both tails are
-// exact to a few units of the last place.
+// -log((x + 1/2) / 2^32) of a random word x: a draw of the exponential distribution, in [1.16e-10,
+// 22.9]. The distance of (x + 1/2) / 2^32 to the nearer of 0 and 1 is what is rounded to float32,
+// so that both tails are exact to a few units of the last place.
 template <class Math, class Floats = typename Math::Floats>
 FUSELAGE_SAMPLE Floats exponential_of(typename Math::Words word) {
   using Integers = typename Math::Integers;
@@ -192,9 +197,10 @@ FUSELAGE_SAMPLE Floats exponential_of(typename Math::Words word) {
   return -log_of_split<Math>(f, exponent);
 }
 
-// The least exponential of a group. NOTE: exact, so that it does not matter how a sum with it is rounded.
+// The smallest exponential of a group. NOTE: exact, so that it does not matter how a sum with it is
+// rounded.
 template <class Math, class Floats = typename Math::Floats>
-FUSELAGE_SAMPLE Floats least_of_group(typename Math::Words word) {
+FUSELAGE_SAMPLE Floats min_of_group(typename Math::Words word) {
   return exponential_of<Math>(word) * (1.0f / kNoiseGroup);
 }
 
@@ -202,8 +208,8 @@ FUSELAGE_SAMPLE Floats least_of_group(typename Math::Words word) {
 template <class Math>
 FUSELAGE_SAMPLE float noise_of(const NoiseKey& key, const NoiseGroup& group, int64_t index,
                                int sample) {
-  float exponential = least_of_group<Math>(group.least);
-  if (group.place != static_cast<uint64_t>(index) % kNoiseGroup)
+  float exponential = min_of_group<Math>(group.min_word);
+  if (group.position != static_cast<uint64_t>(index) % kNoiseGroup)
     exponential += exponential_of<Math>(noise_word(key, index, sample));
   return -log_of_normal<Math>(exponential);
 }
@@ -214,19 +220,20 @@ FUSELAGE_SAMPLE float noise_of(const NoiseKey& key, int64_t index, int sample) {
   return noise_of<Math>(key, group, index, sample);
 }
 
-// No noise is less.
-constexpr float kLeastNoise = -3.25f;
+// No noise is smaller.
+constexpr float kMinNoise = -3.25f;
 
-// No less than any noise of the group, and at a few operations: what cannot win by this need not be computed. At most
-// kNoiseBoundError more than the greatest, where it is more than kNoiseBoundSure.
-constexpr float kNoiseBoundError = 0.33f, kNoiseBoundSure = 3.2f;
+// An upper bound of the noise of a group, of a few operations: where a score with it is too low,
+// the noise need not be computed. Above kNoiseBoundTight it is at most kNoiseBoundError more than
+// the maximum.
+constexpr float kNoiseBoundError = 0.33f, kNoiseBoundTight = 3.2f;
 
 template <class Math, class Floats = typename Math::Floats>
 FUSELAGE_SAMPLE Floats noise_bound(typename Math::Words word) {
   using Integers = typename Math::Integers;
   const Integers x = Math::signed_of(word);
-  // Near 1, -log(1 - d) is d to 2 log(2) d, and log2(d) at least what the bits of d say as an integer, and at most 0.0861
-  // more. d = (~x + 1/2) / 2^32.
+  // Near 1, -log(1 - d) is between d and 2 log(2) d. log2(d) is at least its linear interpolation,
+  // which the bits of d are as an integer, and at most 0.0861 more. d = (~x + 1/2) / 2^32.
   const Floats distance = Math::to_floats(~x) + 0.5f;
   const Floats bits = Math::to_floats(Math::integers_of(distance));
   const Floats high = Math::fma(bits, -8.2629582881927490e-8f, 112.9831f);
@@ -257,7 +264,7 @@ FUSELAGE_SAMPLE SplitExp split_exp(float v) {
 // ---- the distribution ----
 
 // Weights are counted in units of 2^-40 of the largest: integers, whose sum has no order. From 2^24
-// logits on the unit is 2^shift times that, so that no sum exceeds 64 bits. At kMostVocab, roundings
+// logits on the unit is 2^shift times that, so that no sum exceeds 64 bits. At kMaxVocab, roundings
 // of the weights change a sum by at most 2^-12 of the largest.
 constexpr int kWeightBits = 40;
 constexpr int kWeightCountBits = 64 - kWeightBits;
@@ -268,12 +275,12 @@ FUSELAGE_SAMPLE int weight_shift(int64_t vocab) {
   return shift;
 }
 
-constexpr float kNoWeight = -28.5f;  // distances up to this one have none
+constexpr float kZeroWeightDistance = -28.5f;  // distances up to this one have none
 
-// e^distance in those units, for distance <= 0. Zero for what is no number.
+// e^distance in those units, for distance <= 0. Zero for NaN.
 template <class Math>
 FUSELAGE_SAMPLE uint64_t weight_of(float distance, int shift = 0) {
-  if (!(distance > kNoWeight)) return 0;
+  if (!(distance > kZeroWeightDistance)) return 0;
   const SplitExp e = split_exp<Math>(distance);
   const uint64_t mantissa = static_cast<uint64_t>(static_cast<uint32_t>(e.factor * 16777216.0f))
                             << (kWeightBits - 24);
@@ -281,14 +288,14 @@ FUSELAGE_SAMPLE uint64_t weight_of(float distance, int shift = 0) {
   return down == 0 ? mantissa : (mantissa + (uint64_t{1} << (down - 1))) >> down;
 }
 
-// Log of a sum of weights in units of the greatest.
+// Log of a sum of weights in units of the largest.
 template <class Math>
 FUSELAGE_SAMPLE float log_of_weights(uint64_t sum, int shift) {
   const float unit = static_cast<float>(1 << shift) * 9.0949470177292824e-13f;  // 2^(shift - 40)
   return log_of_normal<Math>(static_cast<float>(sum) * unit);
 }
 
-// Greater floats have greater keys; those of equal floats are equal. Never 0, which stands for no number.
+// Larger floats have larger keys, and equal floats equal ones. Never 0, which stands for no value.
 template <class Math>
 FUSELAGE_SAMPLE uint32_t key_of(float value) {
   const uint32_t bits = Math::word_of(value + 0.0f);
@@ -302,8 +309,9 @@ FUSELAGE_SAMPLE float value_of_key(uint32_t key) {
 
 constexpr uint32_t kKeyOfMinusInfinity = 0x007fffffu;
 
-// Distances from the greatest logit are sorted into bins: in steps of 1/64 up to 4, then of 1/32 up to 12, and so on,
-// 256 a step, up to 508. The few bins beyond have two for each doubling, to infinity.
+// Distances from the maximum of a row have bins: 1/64 wide up to 4, then 1/32 wide up to 12, and so
+// on, 256 of a width, up to 508. Of the few bins beyond there are two for each doubling, to
+// infinity.
 constexpr int kDistanceBins = 2048;
 constexpr int kNearDistanceBins = 1792;
 
@@ -315,7 +323,7 @@ FUSELAGE_SAMPLE int near_distance_bin(float distance) {
 
 template <class Math>
 FUSELAGE_SAMPLE int distance_bin(float distance) {
-  // No number is infinitely far. NOTE: its sign may be anything.
+  // NaN counts as infinitely far. NOTE: it may have either sign.
   const int32_t bits =
       distance <= 0.0f ? Math::integers_of(4.0f - distance) - 0x40800000 : 0x7f800000 - 0x40800000;
   const int near = bits >> 15;
@@ -323,19 +331,19 @@ FUSELAGE_SAMPLE int distance_bin(float distance) {
   return near < far ? near : far;
 }
 
-// The distance, at most zero, of a logit from the greatest, tempered. NOTE: an infinity is as far from another
-// as from itself.
-FUSELAGE_SAMPLE float distance_of(float logit, float greatest, float inv_temperature) {
-  return logit == greatest ? 0.0f : (logit - greatest) * inv_temperature;
+// The distance, at most zero, of a logit from the row's maximum, over temperature. NOTE: that of an
+// infinity from an equal one is 0.
+FUSELAGE_SAMPLE float distance_of(float logit, float max_logit, float inv_temperature) {
+  return logit == max_logit ? 0.0f : (logit - max_logit) * inv_temperature;
 }
 
-// The lowest key whose distance from the greatest logit is at least `lowest`.
+// The lowest key whose distance from the maximum is at least `lowest`.
 template <class Math>
-FUSELAGE_SAMPLE uint32_t key_at_distance(float lowest, float greatest, float inv_temperature) {
-  uint32_t low = kKeyOfMinusInfinity, high = key_of<Math>(greatest);
+FUSELAGE_SAMPLE uint32_t key_at_distance(float lowest, float max_logit, float inv_temperature) {
+  uint32_t low = kKeyOfMinusInfinity, high = key_of<Math>(max_logit);
   while (low < high) {
     const uint32_t middle = low + (high - low) / 2;
-    const float distance = distance_of(value_of_key<Math>(middle), greatest, inv_temperature);
+    const float distance = distance_of(value_of_key<Math>(middle), max_logit, inv_temperature);
     if (distance >= lowest) {
       high = middle;
     } else {
@@ -345,7 +353,7 @@ FUSELAGE_SAMPLE uint32_t key_at_distance(float lowest, float greatest, float inv
   return high;
 }
 
-// Weights that `share` of them take, at least one.
+// `share` of a sum of weights, at least one.
 FUSELAGE_SAMPLE uint64_t weights_needed(float share, uint64_t sum) {
   const double wanted = static_cast<double>(share) * static_cast<double>(sum);
   uint64_t needed = static_cast<uint64_t>(wanted);
@@ -374,10 +382,10 @@ FUSELAGE_SAMPLE float score_of(float logit, float noise, float scale, float unit
 // logit / temperature + more, of a finite logit the nearest finite number.
 template <class Math>
 FUSELAGE_SAMPLE float tempered(float logit, float inv_temperature, float more) {
-  constexpr float kMost = 3.40282347e+38f;
+  constexpr float kMax = 3.40282347e+38f;
   const float value = Math::fma(logit, inv_temperature, more);
-  if (value > kMost && logit <= kMost) return kMost;
-  return value < -kMost && logit >= -kMost ? -kMost : value;
+  if (value > kMax && logit <= kMax) return kMax;
+  return value < -kMax && logit >= -kMax ? -kMax : value;
 }
 
 // ---- logits ----

@@ -1,4 +1,5 @@
-// The draw from a language-model head on Hopper GPUs: what sample/lm_head_sm90.cu is given, and whether it serves.
+// The draw from a language-model head on Hopper GPUs: what sample/lm_head_sm90.cu is given, and
+// whether it serves.
 #pragma once
 
 #include "sample/sample.h"
@@ -6,7 +7,8 @@
 namespace fuselage {
 namespace gpu {
 
-// Whether the head and the draws are what the kernels for Hopper are made for, on a GPU that has them.
+// Whether the head and the draws are what the kernels for Hopper are made for, on a GPU that has
+// them.
 bool lm_head_sm90_serves(const LmHeadSample& p, int device);
 bool lm_head_sm90_serves(const LmHead& p, int device);
 

@@ -1,31 +1,35 @@
-// Draws from the distribution of a row of logits, by the Gumbel-max method, and from that of the logits of a
-// language-model head without their ever being in memory.
+// Draws from the distribution of a row of logits, by the Gumbel-max method, and from that of the
+// logits of a language-model head without their ever being in memory.
 //
 //   logit = softcap(hidden @ weight.T * weight_scale + bias)       softcap(v) = cap * tanh(v / cap)
-//   score = fma(logit, 1 / temperature, g)       token = the index of the greatest score, of equals the lowest
+//   score = fma(logit, 1 / temperature, g)     token = index of the maximum, of equals the lowest
 //
-// Below a temperature of 1 scores are in units of a power of two, so that they do not overflow (sample/gumbel.h).
+// Below a temperature of 1 scores are in units of a power of two, so that they do not overflow
+// (sample/gumbel.h).
 //
-// The noise g of a logit is -log(e), of an exponential e of its own or of its group. It depends on nothing but the
-// row's seed, offset and stream, the number of the sample, and the index of the logit counted over all shards:
-//   group = index / 16               Philox(group)[0] is the word w of the group's least exponential,
-//                                    Philox(group)[1] >> 28 the place, index % 16, of the logit that has it
-//   e     = -log(u(w)) / 16          of that logit
+// The noise g of a logit is -log(e), of an exponential e of its own or of its group. It depends on
+// nothing but the row's seed, offset and stream, the number of the sample, and the index of the
+// logit counted over all shards:
+//   group = index / 16          Philox(group)[0] is the word w of the group's smallest exponential,
+//                               Philox(group)[1] >> 28 its position, index % 16
+//   e     = -log(u(w)) / 16     of the logit at that position
 //   e     = -log(u(w)) / 16 - log(u(Philox'(index / 4)[index % 4]))   of the others
-// with u(w) = (w + 1/2) / 2^32. These e are as independent exponentials are: see sample/gumbel.h. Philox has
+// with u(w) = (w + 1/2) / 2^32. These e are as independent exponentials are: see sample/gumbel.h.
+// Philox has
 //   key     = low and high word of the seed
 //   counter = (its argument, 256 * stream + sample, low and high word of the offset)
-// and Philox' the other highest bit of the offset. `stream` is the number of the row where all rows share a seed,
-// and 0 where each has its own. Rows with a temperature of 0 have no noise, and score = logit.
+// and Philox' the other highest bit of the offset. `stream` is the number of the row where all rows
+// share a seed, and 0 where each has its own. Rows with a temperature of 0 have no noise, and score
+// = logit.
 //
 // Logits of -inf and NaN are never drawn. A row without any other gives -1.
 //
-// Filters leave out logits below a bound of the row, and never one of two equal ones:
-//   top_k    the top_k greatest
-//   top_p    of what is left, the fewest greatest whose probabilities sum up to top_p of it
+// Filters remove logits below a bound of the row, and never one of two equal ones:
+//   top_k    the top_k largest
+//   top_p    of what is left, the fewest largest whose probabilities sum up to top_p of it
 //   min_p    of what is left, those as probable as min_p times the most probable
-// Probabilities are those at the row's temperature. They are added up as integers (sample/gumbel.h), so that the
-// bound is the same in whatever order that is done.
+// Probabilities are those at the row's temperature. They are added up as integers
+// (sample/gumbel.h), so that the bound is the same in whatever order that is done.
 #pragma once
 
 #include <cstdint>
@@ -34,10 +38,10 @@
 
 namespace fuselage {
 
-constexpr int kMostSamples = 256;
-constexpr int64_t kMostVocab = int64_t{1} << 26;  // of a call; sums of weights count with no more
+constexpr int kMaxSamples = 256;
+constexpr int64_t kMaxVocab = int64_t{1} << 26;  // of a call; sums of weights count with no more
 
-// Neighbouring logits, the first of which is a multiple.
+// Neighbouring logits, from a multiple of kStrip on.
 constexpr int kStrip = 16;
 
 // A number for each row, `stride` apart, or `value` for all where `values` is null.
@@ -58,8 +62,8 @@ struct Draws {
   int64_t vocab_offset;  // index of the first logit
   int num_samples;
   const int64_t* seeds;  // [batch], or [1]
-  int64_t* offsets;      // [batch], or [1]: read, and then one greater; or null, which is 0
-  bool is_advanced;      // whether the head has made the one offset of several rows greater
+  int64_t* offsets;      // [batch], or [1]: read, and then advanced by one; or null, which is 0
+  bool is_advanced;      // whether the head has already advanced the one offset of several rows
   bool seed_per_row, offset_per_row;
   int64_t seed_stride, offset_stride;  // 0 where it is not per row
   RowFloats temperature;
@@ -73,13 +77,13 @@ struct Filters {
   bool any() const { return has_top_k || has_top_p || has_min_p; }
 };
 
-// What a draw leaves. Null is not wanted.
+// What a draw writes. Null: not wanted.
 struct DrawResults {
   int64_t* tokens;           // [batch, num_samples]
-  float* logprobs;           // [batch, num_samples]: of the tempered distribution
-  float* filtered_logprobs;  // [batch, num_samples]: of what the filters leave of it
-  // For the combination of shards: the score and tempered logit of each token, and the log of the sum of e to
-  // all tempered logits of the row, -inf where the temperature is 0.
+  float* logprobs;           // [batch, num_samples]: at the row's temperature
+  float* filtered_logprobs;  // [batch, num_samples]: of what the filters leave
+  // For the combination of shards: the score and the logit over temperature of each token, and the
+  // log of the sum of e to all logits over temperature of the row, -inf where that is 0.
   float* scores;       // [batch, num_samples]
   float* logits;       // [batch, num_samples], of finite ones finite
   float* log_sum_exp;  // [batch]
@@ -87,23 +91,25 @@ struct DrawResults {
   bool needs_sums() const { return logprobs != nullptr || log_sum_exp != nullptr; }
 };
 
-// What is known of the strips of rows, and which rows these do not serve. Strips whose greatest logit is below the row's
-// floor are not in memory: no filter leaves any of their logits, nor looks for one.
+// The maxima of strips, and the rows that need all of their logits. Strips whose maximum is below
+// the row's threshold are not in memory: the filters remove all of their logits.
 struct Strips {
   // [batch, ceil(vocab / kStrip)], -inf where all are NaN, rows in multiples of 16 bytes; or null.
-  float* greatest;
+  float* maxima;
   int64_t stride;
-  // [2 + batch]: how many rows are left to clusters, how many of these they have taken, and which they are.
-  uint32_t* left;
-  // [2 * batch], behind those: a row's key, or 0; the other half is for the head to count in. Or null.
-  uint32_t* floors;
+  // [2 + batch]: the number of rows that clusters have to draw, the number that they have started,
+  // and the rows.
+  uint32_t* fallback;
+  // [2 * batch], after `fallback`: a key for each row, or 0; the head counts in the other half. Or
+  // null.
+  uint32_t* thresholds;
 
-  // Of both, which the head sets to 0, whether there are floors or not.
+  // Words of both, which the head sets to 0, whether there are thresholds or not.
   static int64_t words(int64_t batch) { return 2 + 3 * batch; }
 };
 
-// Rows of a batch from which on there are floors: what fewer write hardly counts.
-constexpr int64_t kFloorsFrom = 17;
+// The rows of a batch from which on there are thresholds: fewer write little.
+constexpr int64_t kThresholdsFrom = 17;
 
 struct GumbelSample {
   Draws draws;
@@ -114,8 +120,8 @@ struct GumbelSample {
   const void* bias;  // [batch or 1, vocab], added to the logits; or null
   DType bias_dtype;
   int64_t bias_stride;
-  const int32_t*
-      bitmask;  // [batch or 1, ceil(vocab / 32)], bit i % 32 of word i / 32: may i be drawn; or null
+  // [batch or 1, ceil(vocab / 32)], bit i % 32 of word i / 32: whether i may be drawn; or null
+  const int32_t* bitmask;
   int64_t bitmask_stride;
   Strips strips;  // only of float32 logits without bias and bitmask
   DrawResults results;
@@ -142,14 +148,14 @@ struct LmHead {
 struct LmHeadSample {
   LmHead head;
   Draws draws;
-  DrawResults results;  // of which tokens and scores
+  DrawResults results;  // tokens and scores alone
   void* workspace;
 };
 
 #if defined(CUDA_KERNEL) || defined(ROCM_KERNEL) || defined(__CUDACC__) || defined(__HIPCC__)
 namespace gpu {
 
-// Of a batch without rows.
+// Advances the offset of a batch without rows.
 const char* advance_offset(int64_t* offset, void* stream);
 
 // Bytes of workspace, which need not be initialised.
@@ -161,8 +167,8 @@ struct HeadLogits {
   float* logits;  // [batch, vocab], rows in whole strips, which may be filled up
   int64_t stride;
   Strips strips;          // to be written, unless null
-  Filters filters;        // which tell the floors, where those are not null
-  RowFloats temperature;  // for them
+  Filters filters;        // for the thresholds, where those are not null
+  RowFloats temperature;  // as well
   int64_t* offset;        // to be advanced, for Draws::is_advanced; or null
 };
 

@@ -7,7 +7,8 @@
 namespace fuselage {
 namespace gpu {
 
-// For policies with blocks. One kernel, and the step of an offset that rows share, unless it is advanced before.
+// For policies with blocks. One kernel, and the step of an offset that rows share, unless it is
+// advanced before.
 gpuError cluster_sample(const GumbelSample& p, const ClusterPolicy& policy, gpuStream stream);
 
 }  // namespace gpu

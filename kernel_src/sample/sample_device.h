@@ -1,5 +1,5 @@
-// What the sampling kernels share: float32 arithmetic as sample/gumbel.h wants it, a row's options, candidates and
-// their reductions.
+// What the sampling kernels share: the float32 arithmetic of sample/gumbel.h, a row's options,
+// candidates and their reductions.
 #pragma once
 
 #include "common/dispatch.h"
@@ -41,34 +41,35 @@ __device__ __forceinline__ int64_t option_of(const RowInts& option, int64_t row)
   return option.values == nullptr ? option.value : option.values[row * option.stride];
 }
 
-// The value whose key it is, and -inf for 0, which is none.
+// The value of a key, and -inf for 0, which is none.
 __device__ __forceinline__ float value_or_none(uint32_t key) {
   return key == 0 ? minus_infinity() : value_of_key<SampleMath>(key);
 }
 
-struct Heat {
+struct RowTemperature {
   bool greedy;
   float inv_temperature;
   float scale, unit;  // of scores
 };
 
-__device__ __forceinline__ Heat heat_of(const RowFloats& temperatures, int64_t row) {
+__device__ __forceinline__ RowTemperature row_temperature(const RowFloats& temperatures,
+                                                          int64_t row) {
   const float temperature = option_of(temperatures, row);
   if (!(temperature >= 1.17549435e-38f)) return {true, 1.0f, 1.0f, 0.0f};
   const float inverse = 1.0f / temperature, unit = score_unit<SampleMath>(inverse);
   return {false, inverse, inverse * unit, unit};
 }
 
-__device__ __forceinline__ Heat heat_of(const Draws& draws, int64_t row) {
-  return heat_of(draws.temperature, row);
+__device__ __forceinline__ RowTemperature row_temperature(const Draws& draws, int64_t row) {
+  return row_temperature(draws.temperature, row);
 }
 
-// Of a row's logits, tempered, from the greatest.
+// Distances and weights of a row's logits.
 struct Scale {
-  float greatest, inv_temperature;
+  float max_logit, inv_temperature;
 
   __device__ __forceinline__ float distance(float logit) const {
-    return distance_of(logit, greatest, inv_temperature);
+    return distance_of(logit, max_logit, inv_temperature);
   }
   __device__ __forceinline__ unsigned long long weight_of_key(uint32_t key) const {
     return weight_of<SampleMath>(distance(value_of_key<SampleMath>(key)));
@@ -87,33 +88,33 @@ __device__ __forceinline__ NoiseKey key_of_row(const Draws& draws, int64_t row) 
           draws.seed_per_row ? 0u : static_cast<uint32_t>(row) * 256u};
 }
 
-// Whether no other row reads the row's offset, so that who draws the row may advance it.
+// Whether no other row reads the row's offset: then the row's draw advances it.
 __host__ __device__ __forceinline__ bool has_own_offset(const Draws& draws) {
   return draws.offsets != nullptr && (draws.offset_per_row || draws.batch == 1);
 }
 
-// Whether several rows read one offset, which is advanced when all have.
+// Whether several rows read one offset, which is advanced after all of them.
 __host__ __device__ __forceinline__ bool has_shared_offset(const Draws& draws) {
   return draws.offsets != nullptr && !has_own_offset(draws);
 }
 
 struct RowStrips {
-  const float* greatest;
-  float floor;
+  const float* maxima;
+  float threshold;
 
   __device__ __forceinline__ RowStrips(const Strips& strips, int64_t row)
-      : greatest(strips.greatest == nullptr ? nullptr : strips.greatest + row * strips.stride),
-        floor(minus_infinity()) {
-    const uint32_t key = strips.floors == nullptr ? 0 : strips.floors[row];
-    if (key != 0) floor = value_of_key<SampleMath>(key);
+      : maxima(strips.maxima == nullptr ? nullptr : strips.maxima + row * strips.stride),
+        threshold(minus_infinity()) {
+    const uint32_t key = strips.thresholds == nullptr ? 0 : strips.thresholds[row];
+    if (key != 0) threshold = value_of_key<SampleMath>(key);
   }
-  // Whether the strip of that column is not in memory.
-  __device__ __forceinline__ bool lack(int column) const {
-    return greatest != nullptr && greatest[column / kStrip] < floor;
+  // Whether the strip of that column was not written.
+  __device__ __forceinline__ bool is_absent(int column) const {
+    return maxima != nullptr && maxima[column / kStrip] < threshold;
   }
 };
 
-// Of a tensor whose type only the run tells, such as a bias.
+// An element of a tensor whose dtype is known at run time, such as a bias.
 __device__ __forceinline__ float element_of(const void* data, DType dtype, int64_t i) {
   switch (dtype) {
     case DType::float32: return static_cast<const float*>(data)[i];
@@ -124,7 +125,7 @@ __device__ __forceinline__ float element_of(const void* data, DType dtype, int64
 
 // ---- candidates ----
 
-// The best of some of a row's logits; index is that of the shard, or kNoIndex.
+// The best of some of a row's logits. `index` is that in the shard, or kNoIndex.
 struct Candidate {
   float score, logit;
   int index;
@@ -158,7 +159,7 @@ __device__ __forceinline__ Candidate warp_best(Candidate best) {
   return best;
 }
 
-__device__ __forceinline__ float warp_greatest(float value) {
+__device__ __forceinline__ float warp_max(float value) {
 #pragma unroll
   for (int mask = kWarpSize / 2; mask > 0; mask /= 2) {
     const float other = shuffle_xor(value, mask, kWarpSize);
@@ -167,17 +168,18 @@ __device__ __forceinline__ float warp_greatest(float value) {
   return value;
 }
 
-// What the filters and the log-probabilities know of a row. `bound` is the least key of a logit that may be
-// drawn, and `allowed` the sum of the weights from there on, once a filter has raised it.
+// What the filters and the log-probabilities know of a row. `bound` is the lowest key of a logit
+// that may be drawn, and `allowed` the sum of the weights from there on, once a filter has raised
+// the bound.
 struct RowState {
   unsigned long long weights, allowed;
-  uint32_t greatest;  // key, or 0
+  uint32_t max_key;  // or 0
   uint32_t bound;
   uint32_t listed;
   uint32_t raised;
 };
 
-// Leaves the draw of a row's sample. `state` is used where log-probabilities are wanted.
+// Writes the draw of a row's sample. `state` is used where log-probabilities are wanted.
 __device__ __forceinline__ void write_draw(const Draws& draws, const DrawResults& results,
                                            int64_t row, int sample, const Candidate& best,
                                            const RowState& state) {
@@ -185,40 +187,42 @@ __device__ __forceinline__ void write_draw(const Draws& draws, const DrawResults
   const bool found = best.index != kNoIndex;
   results.tokens[slot] = found ? draws.vocab_offset + best.index : -1;
   if (results.scores != nullptr) results.scores[slot] = best.score;
-  const Heat heat = heat_of(draws, row);
+  const RowTemperature temperature = row_temperature(draws, row);
   if (results.logits != nullptr)
-    results.logits[slot] =
-        found ? tempered<SampleMath>(best.logit, heat.inv_temperature, 0.0f) : minus_infinity();
+    results.logits[slot] = found
+                               ? tempered<SampleMath>(best.logit, temperature.inv_temperature, 0.0f)
+                               : minus_infinity();
   if (results.logprobs == nullptr && results.log_sum_exp == nullptr) return;
-  const float greatest = value_or_none(state.greatest);
+  const float max_logit = value_or_none(state.max_key);
   float log_all = 0.0f, log_allowed = 0.0f;
-  if (!heat.greedy && state.weights != 0) {
+  if (!temperature.greedy && state.weights != 0) {
     const int shift = weight_shift(draws.vocab);
     log_all = log_of_weights<SampleMath>(state.weights, shift);
     log_allowed = state.raised == 0 ? log_all : log_of_weights<SampleMath>(state.allowed, shift);
   }
   if (results.log_sum_exp != nullptr && sample == 0) {
-    results.log_sum_exp[row] = heat.greedy
-                                   ? minus_infinity()
-                                   : tempered<SampleMath>(greatest, heat.inv_temperature, log_all);
+    results.log_sum_exp[row] =
+        temperature.greedy ? minus_infinity()
+                           : tempered<SampleMath>(max_logit, temperature.inv_temperature, log_all);
   }
   if (results.logprobs == nullptr) return;
   float distance = minus_infinity();
   if (found)
-    distance = heat.greedy ? 0.0f : distance_of(best.logit, greatest, heat.inv_temperature);
+    distance =
+        temperature.greedy ? 0.0f : distance_of(best.logit, max_logit, temperature.inv_temperature);
   results.logprobs[slot] = distance - log_all;
   results.filtered_logprobs[slot] = distance - log_allowed;
 }
 
 namespace gpu {
 
-// The second stage: the best of `parts` candidates of each row and sample, and the step of the offsets. `states`
-// may be null. Launched behind the kernel that writes the candidates.
+// The second stage: the best of `parts` candidates of each row and sample, and the step of the
+// offsets. `states` may be null. Dependent on the kernel that writes the candidates.
 gpuError draw_finish(const Draws& draws, const DrawResults& results, const RowState* states,
                      const Candidate* candidates,  // [batch, parts, num_samples]
                      int64_t parts, gpuStream stream);
 
-// The step of an offset that rows share, behind the kernel that reads it.
+// Advances an offset that rows share, after the kernel that reads it.
 gpuError advance_shared_offset(int64_t* offset, gpuStream stream);
 
 }  // namespace gpu

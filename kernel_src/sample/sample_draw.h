@@ -1,7 +1,8 @@
-// Reading a row's logits, and offering them to a draw: what the kernels that draw from given logits share.
+// Loading a row's logits, and offering them to a draw: what the kernels that draw from given logits
+// share.
 //
-// Most logits cannot win by the greatest noise of their group, which a bound of it tells without a logarithm. Only the few
-// others' noise is made.
+// The noise of a group of logits has an upper bound, which takes no logarithm. With that, most
+// logits are below the best score so far. Only the few others' noise is made.
 #pragma once
 
 #include "sample/sample_device.h"
@@ -11,7 +12,7 @@ namespace fuselage {
 
 // ---- logits ----
 
-// kLogits of a row on their way, as whole vectors of 16 bytes.
+// kLogits of a row that are being loaded, as whole vectors of 16 bytes.
 template <typename T, int kLogits>
 struct LogitLoading {
   static constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
@@ -22,7 +23,7 @@ struct LogitLoading {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) loading[i].start(row, column + i * kWidth, dim);
   }
-  // What may not be drawn, what is behind the end and NaN among it, is -inf.
+  // -inf stands for what may not be drawn: NaN, and columns past the end.
   __device__ __forceinline__ void finish(const GumbelSample& p, int64_t row_number, const T* row,
                                          int column, int dim, float (&logits)[kLogits]) const {
 #pragma unroll
@@ -63,28 +64,28 @@ __device__ __forceinline__ const T* row_of(const GumbelSample& p, int64_t row) {
   return static_cast<const T*>(p.logits) + row * p.stride;
 }
 
-// body(column, logits) for the vectors, of kLogits each, of the columns [begin, end) of a row, shared out over the block. All
-// threads call the body equally often. NOTE: NaN may be among the logits.
+// body(column, logits) for the vectors, of kLogits each, of columns [begin, end) of a row, over the
+// threads of the block. All threads call the body equally often. NOTE: NaN may be among the logits.
 template <typename T, int kLogits, typename Body>
 __device__ __forceinline__ void for_each_vector(const GumbelSample& p, int64_t row, int64_t begin,
                                                 int64_t end, Body body) {
   using Logits = LogitLoading<T, kLogits>;
   using Whole = Vector<T, Logits::kWidth>;
-  constexpr int kCount = Logits::kCount, kAtOnce = kSampleTurn / kLogits;
+  constexpr int kCount = Logits::kCount, kAtOnce = kSampleLoads / kLogits;
   const T* data = row_of<T>(p, row);
   const int dim = static_cast<int>(end);
-  const int64_t turn = int64_t{blockDim.x} * kLogits;
+  const int64_t step = int64_t{blockDim.x} * kLogits;
   const bool plain =
       p.bias == nullptr && p.bitmask == nullptr && Whole::shift_of(data + begin) == 0;
-  for (int64_t first = begin; first < end; first += turn * kAtOnce) {
+  for (int64_t first = begin; first < end; first += step * kAtOnce) {
     float logits[kAtOnce][kLogits];
-    if (plain && first + turn * kAtOnce <= end) {
+    if (plain && first + step * kAtOnce <= end) {
       Whole loaded[kAtOnce][kCount];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-          loaded[j][i] = Whole::load(data + first + j * turn + int64_t{threadIdx.x} * kLogits +
+          loaded[j][i] = Whole::load(data + first + j * step + int64_t{threadIdx.x} * kLogits +
                                      i * Logits::kWidth);
         }
       }
@@ -102,19 +103,19 @@ __device__ __forceinline__ void for_each_vector(const GumbelSample& p, int64_t r
       Logits loading[kAtOnce];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        const int64_t column = first + j * turn + int64_t{threadIdx.x} * kLogits;
+        const int64_t column = first + j * step + int64_t{threadIdx.x} * kLogits;
         loading[j].start(data, static_cast<int>(column < end ? column : end), dim);
       }
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        const int64_t column = first + j * turn + int64_t{threadIdx.x} * kLogits;
+        const int64_t column = first + j * step + int64_t{threadIdx.x} * kLogits;
         loading[j].finish(p, row, data, static_cast<int>(column < end ? column : end), dim,
                           logits[j]);
       }
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      const int64_t column = first + j * turn + int64_t{threadIdx.x} * kLogits;
+      const int64_t column = first + j * step + int64_t{threadIdx.x} * kLogits;
       body(static_cast<int>(column < end ? column : end), logits[j]);
     }
   }
@@ -122,7 +123,8 @@ __device__ __forceinline__ void for_each_vector(const GumbelSample& p, int64_t r
 
 // ---- the draw ----
 
-// The keys of Philox's rounds. Kept by a draw of many words, for which adding them up each time is a third of the work.
+// The keys of Philox's rounds, in registers: for a draw of many words, to add them up each time is
+// a third of the work.
 struct KeptKeys {
   uint32_t keys[2][kPhiloxRounds];
 
@@ -130,7 +132,8 @@ struct KeptKeys {
     uint32_t k0 = key.key[0], k1 = key.key[1];
 #pragma unroll
     for (int round = 0; round < kPhiloxRounds; ++round) {
-      // NOTE: through other lanes, which have the same: what the compiler can make again, it does not keep.
+      // NOTE: by a shuffle from a lane that has the same: otherwise the compiler computes them
+      // again.
       keys[0][round] = shuffle_from_first(k0);
       keys[1][round] = shuffle_from_first(k1);
       philox_next_keys(k0, k1);
@@ -151,7 +154,7 @@ struct KeptKeys {
   }
 };
 
-// The keys of rounds made each time.
+// The keys of rounds, computed each time.
 struct MadeKeys {
   __device__ __forceinline__ NoiseGroup group(const NoiseKey& key, int64_t group,
                                               int sample) const {
@@ -159,28 +162,30 @@ struct MadeKeys {
   }
 };
 
-// What a logit has to reach for a score of `least` with noise of at most `noise`. Less by more than all that is rounded
-// here and in the score.
-__device__ __forceinline__ float threshold_of(float least, float noise, float scale, float unit) {
+// The threshold of a logit, for a score of `score` with noise of at most `bound`. Lower by more
+// than all roundings here and in the score.
+__device__ __forceinline__ float logit_threshold(float score, float bound, float scale,
+                                                 float unit) {
   const float threshold =
-      __fdividef(least - noise * unit - (fabsf(least) + 32.0f * unit) * 1e-6f, scale);
-  // NOTE: no number where that is infinite.
-  return least < -minus_infinity() ? threshold - fabsf(threshold) * 1e-6f - 1e-30f : least;
+      __fdividef(score - bound * unit - (fabsf(score) + 32.0f * unit) * 1e-6f, scale);
+  // NOTE: of an infinite score that is NaN.
+  return score < -minus_infinity() ? threshold - fabsf(threshold) * 1e-6f - 1e-30f : score;
 }
 
-// One thread's draw of one sample of a row. All threads of a warp call all of it together. The floor, which a score
-// must reach, is the best score that is known: `shared_floor`, in shared memory, has its key, or 0.
+// One thread's draw of one sample of a row. All threads of a warp call all of it together. The
+// threshold of scores is the best one that is known: `shared_threshold`, in shared memory, has its
+// key, or 0.
 template <typename Keys>
 struct Drawing {
   NoiseKey key;
   Keys keys;
   float scale, unit;  // of scores
   int sample;
-  uint32_t* shared_floor;
+  uint32_t* shared_threshold;
   Candidate best;
-  float floor;
+  float threshold;
 
-  // A score of at most that of the logit in the group's place, by approximate logarithms.
+  // A lower bound of the score of the logit at the group's position, by approximate logarithms.
   __device__ __forceinline__ float low_score(float logit, uint32_t word) const {
     const float u = static_cast<float>(word >> 8) * 5.9604644775390625e-8f;
     const float minus_log = 4.76837158e-7f - 0.69314718f * log2_approximate(u);
@@ -189,21 +194,22 @@ struct Drawing {
     return score - fabsf(score) * 1.0e-6f - 1.0e-4f * unit;
   }
 
-  // Takes the floor that the warp and all others have.
-  __device__ __forceinline__ void share_floor(float score) {
-    score = warp_greatest(score);
-    if (score > floor) {
-      floor = score;
-      if (threadIdx.x % kWarpSize == 0) atomicMax(shared_floor, key_of<SampleMath>(score));
+  // Raises the threshold to the warp's largest score, for the block, too.
+  __device__ __forceinline__ void share_threshold(float score) {
+    score = warp_max(score);
+    if (score > threshold) {
+      threshold = score;
+      if (threadIdx.x % kWarpSize == 0) atomicMax(shared_threshold, key_of<SampleMath>(score));
     }
   }
-  __device__ __forceinline__ void take_floor() {
-    const float others = value_or_none(*static_cast<volatile uint32_t*>(shared_floor));
-    if (others > floor) floor = others;
+  __device__ __forceinline__ void load_threshold() {
+    const float others = value_or_none(*static_cast<volatile uint32_t*>(shared_threshold));
+    if (others > threshold) threshold = others;
   }
 
-  // The groups of neighbouring logits, the first of which is number `index` of all shards: from number `split` on, the
-  // logits are the next group's. NOTE: all vectors lie alike.
+  // The noise groups of neighbouring logits, whose first has `index` over all shards. From number
+  // `split` on, the logits are the next group's. NOTE: `split` and `two` are the same for all
+  // vectors.
   struct Groups {
     NoiseGroup group, next;
     int split;
@@ -224,34 +230,36 @@ struct Drawing {
     return groups;
   }
 
-  // Raises the floor to the best of the logits that have their group's greatest noise, by approximate scores.
+  // Raises the threshold to the best of the logits that have the maximum noise of their group, by
+  // lower bounds.
   template <int kCount>
-  __device__ __forceinline__ void raise_floor(const float (&logits)[kCount], const Groups& groups) {
+  __device__ __forceinline__ void init_threshold(const float (&logits)[kCount],
+                                                 const Groups& groups) {
     float score = minus_infinity();
-    const auto take_place = [&](const NoiseGroup& its, int first) {
+    const auto try_position = [&](const NoiseGroup& its, int first) {
       float logit = minus_infinity();
 #pragma unroll
       for (int k = 0; k < kCount; ++k)
-        logit = first + k == static_cast<int>(its.place) ? logits[k] : logit;
-      const float low = low_score(logit, its.least);
+        logit = first + k == static_cast<int>(its.position) ? logits[k] : logit;
+      const float low = low_score(logit, its.min_word);
       score = low > score ? low : score;
     };
-    take_place(groups.group, kNoiseGroup - groups.split);
-    if (groups.two) take_place(groups.next, -groups.split);
-    share_floor(score);
+    try_position(groups.group, kNoiseGroup - groups.split);
+    if (groups.two) try_position(groups.next, -groups.split);
+    share_threshold(score);
   }
 
-  // Whether any of a lane's logits may reach the floor.
+  // Whether any of a lane's logits may reach the threshold.
   template <int kCount>
-  __device__ __forceinline__ bool may_win(const float (&logits)[kCount],
-                                          const Groups& groups) const {
-    float greatest = logits[0];
+  __device__ __forceinline__ bool has_candidate(const float (&logits)[kCount],
+                                                const Groups& groups) const {
+    float max_logit = logits[0];
 #pragma unroll
-    for (int k = 1; k < kCount; ++k) greatest = fmaxf(greatest, logits[k]);
+    for (int k = 1; k < kCount; ++k) max_logit = fmaxf(max_logit, logits[k]);
     const uint32_t word =
-        groups.group.least > groups.next.least ? groups.group.least : groups.next.least;
-    return greatest > minus_infinity() &&
-           greatest >= threshold_of(floor, noise_bound<SampleMath>(word), scale, unit);
+        groups.group.min_word > groups.next.min_word ? groups.group.min_word : groups.next.min_word;
+    return max_logit > minus_infinity() &&
+           max_logit >= logit_threshold(threshold, noise_bound<SampleMath>(word), scale, unit);
   }
 
   __device__ __forceinline__ void offer_one(float logit, const NoiseGroup& group, int64_t index,
@@ -260,23 +268,24 @@ struct Drawing {
     offer(best, score_of<SampleMath>(logit, noise, scale, unit), logit, column);
   }
 
-  // Offers those of a lane's logits that may win, unless the lane `skips`. The first is that of `column`, and number
-  // `index` of all shards. The greatest come first, as each raises the floor for the others.
+  // Offers a lane's candidates, unless the lane `skips`. The first logit is that of `column`, and
+  // has `index` over all shards. The largest comes first, as each raises the threshold for the
+  // others.
   template <int kCount>
   __device__ __forceinline__ void offer_all(const float (&logits)[kCount], const Groups& groups,
                                             int64_t index, int column, bool skips) {
-    const float most = noise_bound<SampleMath>(groups.group.least);
-    const float most_of_next = noise_bound<SampleMath>(groups.next.least);
+    const float bound = noise_bound<SampleMath>(groups.group.min_word);
+    const float next_bound = noise_bound<SampleMath>(groups.next.min_word);
     uint32_t untried = skips ? 0 : (1u << kCount) - 1;
     while (true) {
-      const float reach = threshold_of(floor, most, scale, unit);
-      const float reach_of_next = threshold_of(floor, most_of_next, scale, unit);
+      const float reach = logit_threshold(threshold, bound, scale, unit);
+      const float next_reach = logit_threshold(threshold, next_bound, scale, unit);
       int chosen = 0;
       float logit = minus_infinity();
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
         const bool may =
-            (untried >> k & 1) != 0 && logits[k] >= (k < groups.split ? reach : reach_of_next);
+            (untried >> k & 1) != 0 && logits[k] >= (k < groups.split ? reach : next_reach);
         if (may && logits[k] > logit) {
           chosen = k;
           logit = logits[k];
@@ -288,7 +297,7 @@ struct Drawing {
         untried &= ~(1u << chosen);
         offer_one(logit, groups.of(chosen), index + chosen, column + chosen);
       }
-      share_floor(best.score);
+      share_threshold(best.score);
     }
   }
 
@@ -296,12 +305,13 @@ struct Drawing {
   template <int kCount>
   __device__ __forceinline__ void draw(const float (&logits)[kCount], int64_t index, int column) {
     const Groups groups = groups_at<kCount>(index);
-    if (floor == minus_infinity()) raise_floor(logits, groups);
-    if (warp_any(may_win(logits, groups))) offer_all(logits, groups, index, column, false);
+    if (threshold == minus_infinity()) init_threshold(logits, groups);
+    if (warp_any(has_candidate(logits, groups))) offer_all(logits, groups, index, column, false);
   }
 };
 
-// The best of a block's candidates, in its first thread. All threads call it, and meet again before the next call.
+// The best of a block's candidates, in its first thread. All threads call it. A barrier must be
+// between two calls.
 template <int kThreads>
 __device__ __forceinline__ Candidate block_best(Candidate best,
                                                 Candidate (&of_warps)[kThreads / kWarpSize]) {

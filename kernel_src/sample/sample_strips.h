@@ -1,4 +1,4 @@
-// The form of gumbel_sample with filters for logits of which the greatest of each strip is known.
+// The form of gumbel_sample with filters for logits whose strips have known maxima.
 #pragma once
 
 #include "common/gpu_compat.h"
@@ -7,7 +7,7 @@
 namespace fuselage {
 namespace gpu {
 
-// For p.strips, and policies with blocks: rows whose filters leave too much are a cluster's.
+// For p.strips, and policies with blocks: rows whose filters leave too much are drawn by a cluster.
 gpuError strips_sample(const GumbelSample& p, const ClusterPolicy& policy, gpuStream stream);
 
 }  // namespace gpu

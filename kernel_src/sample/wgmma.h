@@ -1,6 +1,7 @@
-// The matrix product of a warpgroup on Hopper GPUs: 64 rows by kColumns, 16 deep, accumulated in float32. Both
-// operands are read from shared memory, where the depth runs along 128-byte rows; the first may also be in
-// registers. See "Asynchronous warpgroup level matrix instructions" in the PTX manual.
+// The matrix product of a warpgroup on Hopper GPUs: 64 rows by kColumns, 16 deep, accumulated in
+// float32. Both operands are read from shared memory, where the depth runs along 128-byte rows; the
+// first may also be in registers. See "Asynchronous warpgroup level matrix instructions" in the PTX
+// manual.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +37,8 @@ struct Wgmma;
 #define FUSELAGE_SUMS_64(i) FUSELAGE_SUMS_32(i), FUSELAGE_SUMS_32(i + 32)
 #define FUSELAGE_SUMS_128(i) FUSELAGE_SUMS_64(i), FUSELAGE_SUMS_64(i + 64)
 
-// Of a matrix's descriptor, the high word is the same for all: rows of 128 bytes, 8 of which are swizzled together.
+// Of a matrix's descriptor, the high word is the same for all: rows of 128 bytes, 8 of which are
+// swizzled together.
 #define FUSELAGE_MATRIX(name, operand) \
   ".reg .b32 " #name "_high; mov.b32 " #name "_high, 0x40000040; " \
   ".reg .b64 " #name "; mov.b64 " #name ", {%" #operand ", " #name "_high};"

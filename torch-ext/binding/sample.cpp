@@ -49,10 +49,10 @@ Draws check_draws(const char* op, const Tensor& x, const char* x_name, int64_t v
   Draws draws{};
   draws.batch = x.size(0);
   draws.vocab = vocab;
-  FUSELAGE_CHECK(op, options.num_samples >= 1 && options.num_samples <= kMostSamples,
-                 "`num_samples` must be in [1, ", kMostSamples, "], got ", options.num_samples);
+  FUSELAGE_CHECK(op, options.num_samples >= 1 && options.num_samples <= kMaxSamples,
+                 "`num_samples` must be in [1, ", kMaxSamples, "], got ", options.num_samples);
   draws.num_samples = static_cast<int>(options.num_samples);
-  FUSELAGE_CHECK(op, vocab <= kMostVocab, vocab_name, " must be at most 2^26, got ", vocab);
+  FUSELAGE_CHECK(op, vocab <= kMaxVocab, vocab_name, " must be at most 2^26, got ", vocab);
   FUSELAGE_CHECK(op,
                  options.vocab_offset >= 0 && options.vocab_offset <= (int64_t{1} << 34) - vocab,
                  "`vocab_offset` must be in [0, 2^34 - ", vocab, "], got ", options.vocab_offset);
@@ -312,7 +312,8 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
     LmHeadSample p{head, draws, results, nullptr};
     return run(op, p, hidden);
   }
-  // Rows start on boundaries of 64 bytes: they are written as whole strips, and read as whole vectors.
+  // Rows start on boundaries of 64 bytes: they are written as whole strips, and read as whole
+  // vectors.
   const auto whole_strips = [&](int64_t size) {
     return empty_2d(head.batch, (size + kStrip - 1) / kStrip * kStrip, ScalarType::Float, hidden);
   };
@@ -333,9 +334,9 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
     if (gpu::takes_strips(head, p, device)) {
       strips = whole_strips(p.stride / kStrip);
       of_strips = workspace_of(Strips::words(head.batch) * int64_t{sizeof(uint32_t)}, hidden);
-      uint32_t* left = static_cast<uint32_t*>(of_strips->mutable_data_ptr());
-      p.strips = {floats_in(*strips), strips->size(1), left,
-                  head.batch >= kFloorsFrom ? left + 2 + head.batch : nullptr};
+      uint32_t* fallback = static_cast<uint32_t*>(of_strips->mutable_data_ptr());
+      p.strips = {floats_in(*strips), strips->size(1), fallback,
+                  head.batch >= kThresholdsFrom ? fallback + 2 + head.batch : nullptr};
       p.draws.is_advanced = gpu::advances_offset(draws);
     }
     const gpu::HeadLogits out{floats_in(logits), p.stride,

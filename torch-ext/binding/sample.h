@@ -1,4 +1,5 @@
-// Bindings of the sampling family. The schemas are in torch_binding.cpp, the formulas in sample/sample.h.
+// Bindings of the sampling family. The schemas are in torch_binding.cpp, the formulas in
+// sample/sample.h.
 #pragma once
 
 #include <tuple>
@@ -7,7 +8,8 @@
 
 namespace fuselage::binding {
 
-// (tokens, logprobs, filtered_logprobs), the latter two empty unless asked for. `offset`, unless it is none, grows by one.
+// (tokens, logprobs, filtered_logprobs), the latter two empty unless asked for. `offset`, unless it
+// is none, grows by one.
 std::tuple<Tensor, Tensor, Tensor> gumbel_sample(
     const Tensor& logits, const OptionalTensor& bias, const OptionalTensor& bitmask,
     const Tensor& seed, const OptionalTensor& offset, const OptionalTensor& temperature,

@@ -1,0 +1,92 @@
+// float8_e4m3fn: four bits of exponent, whose bias is 7, three of mantissa, NaN, and no infinities.
+// All conversions here are exact.
+//
+// NOTE: included by CPU code, where functions must live in the namespace of the instruction set:
+// cpu/isa.h.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+#elif defined(__HIPCC__)
+#include <hip/hip_runtime.h>
+#endif
+
+#if defined(__CUDACC__) || defined(__HIPCC__)
+#define FUSELAGE_FLOAT8 __device__ __forceinline__
+#define FUSELAGE_FLOAT8_NAMESPACE fuselage
+#else
+#define FUSELAGE_FLOAT8 FUSELAGE_INLINE
+#define FUSELAGE_FLOAT8_NAMESPACE fuselage::cpu::FUSELAGE_ISA
+#endif
+
+namespace FUSELAGE_FLOAT8_NAMESPACE {
+
+struct Float8 {
+  uint8_t bits;
+};
+
+// NOTE: subnormals by a product, so that a CPU that takes subnormal float32 for zero has them, too.
+FUSELAGE_FLOAT8 float to_float(Float8 value) {
+  const uint32_t bits = value.bits;
+  const uint32_t normal_bits = ((bits & 0x7f) << 20) + (120u << 23), nan_bits = 0x7fc00000u;
+  float normal, nan;
+  __builtin_memcpy(&normal, &normal_bits, sizeof(normal));
+  __builtin_memcpy(&nan, &nan_bits, sizeof(nan));
+  const float subnormal = static_cast<float>(bits & 7) * 0.001953125f;  // 2^-9
+  float result = (bits & 0x78) == 0 ? subnormal : normal;
+  result = (bits & 0x7f) == 0x7f ? nan : result;
+  return bits & 0x80 ? -result : result;
+}
+
+#if defined(__CUDACC__)
+
+// Two in the lower half of a word as two T (float16 or bfloat16). Exponent and mantissa are moved
+// into place, and a product corrects the exponent, subnormal or not.
+template <typename T>
+__device__ __forceinline__ uint32_t e4m3x2_to(uint32_t two) {
+  constexpr bool kIsHalf = std::is_same_v<T, __half>;
+  using Pair = std::conditional_t<kIsHalf, __half2, __nv_bfloat162>;
+  const uint32_t apart = (two & 0xffu) | (two & 0xff00u) << 8;
+  const uint32_t magnitude = apart & 0x007f007fu;
+  const uint32_t nan = ((magnitude + 0x00010001u) >> 7 & 0x00010001u) * 0x7fffu;
+  const uint32_t moved = (apart & 0x00800080u) << 8 | magnitude << (kIsHalf ? 7 : 4);
+  Pair factors, pair;
+  if constexpr (kIsHalf) {
+    factors = __float2half2_rn(256.0f);  // 2^8
+  } else {
+    factors = __float2bfloat162_rn(1.329227995784916e36f);  // 2^120
+  }
+  __builtin_memcpy(&pair, &moved, sizeof(pair));
+  pair = __hmul2(pair, factors);
+  uint32_t result;
+  __builtin_memcpy(&result, &pair, sizeof(result));
+  return result | nan;
+}
+
+// Four as two pairs of float16, by Hopper's instruction. The lower half of a word is the first of a
+// pair.
+__device__ __forceinline__ void e4m3x4_to_float16(uint32_t four, uint32_t& first,
+                                                  uint32_t& second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm("{\n"
+      ".reg .b16 first, second;\n"
+      "mov.b32 {first, second}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, first;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, second;\n"
+      "}"
+      : "=r"(first), "=r"(second)
+      : "r"(four));
+#endif
+}
+
+#endif
+
+}  // namespace FUSELAGE_FLOAT8_NAMESPACE
+
+#undef FUSELAGE_FLOAT8_NAMESPACE
+#undef FUSELAGE_FLOAT8

@@ -1,0 +1,174 @@
+// Reading the rows of the sampling family on the CPU: arithmetic, options, logits.
+//
+// Part of cpu/sample.cpp, which says how it is compiled.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "cpu/isa.h"
+#include "cpu/sample.h"
+#include "cpu/vector.h"
+#include "sample/gumbel.h"
+
+namespace fuselage::cpu {
+namespace FUSELAGE_ISA {
+
+// ---- float32 arithmetic of sample/gumbel.h ----
+
+// Rounded once. NOTE: the compiler may split or join `a * b + c`.
+FUSELAGE_INLINE Floats sample_fma(Floats a, Floats b, Floats c) {
+#if FUSELAGE_VECTOR_BYTES == 64
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif FUSELAGE_VECTOR_BYTES == 32
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  Floats result;
+  for (int i = 0; i < kLanes; ++i) result[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return result;
+#endif
+}
+
+typedef int32_t SampleIntegers __attribute__((vector_size(FUSELAGE_VECTOR_BYTES)));
+
+struct SampleVectors {
+  using Floats = FUSELAGE_ISA::Floats;
+  using Words = FUSELAGE_ISA::Words;
+  using Integers = SampleIntegers;
+  static FUSELAGE_INLINE Floats fma(Floats a, Floats b, Floats c) { return sample_fma(a, b, c); }
+  static FUSELAGE_INLINE Floats fma(Floats a, Floats b, float c) {
+    return sample_fma(a, b, broadcast(c));
+  }
+  static FUSELAGE_INLINE Floats fma(Floats a, float b, Floats c) {
+    return sample_fma(a, broadcast(b), c);
+  }
+  static FUSELAGE_INLINE Floats fma(Floats a, float b, float c) {
+    return sample_fma(a, broadcast(b), broadcast(c));
+  }
+  static FUSELAGE_INLINE Floats to_floats(Integers i) { return __builtin_convertvector(i, Floats); }
+  static FUSELAGE_INLINE Integers signed_of(Words words) { return (Integers)words; }
+  static FUSELAGE_INLINE Integers integers_of(Floats f) { return (Integers)f; }
+  static FUSELAGE_INLINE Floats floats_of(Integers i) { return (Floats)i; }
+};
+
+struct SampleNumbers {
+  using Floats = float;
+  using Words = uint32_t;
+  using Integers = int32_t;
+  static FUSELAGE_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+  static FUSELAGE_INLINE float to_floats(int32_t i) { return static_cast<float>(i); }
+  static FUSELAGE_INLINE int32_t signed_of(uint32_t word) { return static_cast<int32_t>(word); }
+  static FUSELAGE_INLINE int32_t integers_of(float f) {
+    int32_t i;
+    __builtin_memcpy(&i, &f, sizeof(i));
+    return i;
+  }
+  static FUSELAGE_INLINE float floats_of(int32_t i) {
+    float f;
+    __builtin_memcpy(&f, &i, sizeof(f));
+    return f;
+  }
+  static FUSELAGE_INLINE uint32_t word_of(float f) { return static_cast<uint32_t>(integers_of(f)); }
+  static FUSELAGE_INLINE float float_of(uint32_t word) {
+    return floats_of(static_cast<int32_t>(word));
+  }
+};
+
+FUSELAGE_INLINE float sample_minus_infinity() { return -__builtin_inff(); }
+
+// ---- rows ----
+
+FUSELAGE_INLINE float sample_option(const RowFloats& option, int64_t row) {
+  return option.values == nullptr ? option.value : option.values[row * option.stride];
+}
+
+struct SampleTemperature {
+  bool greedy;
+  float inv_temperature;
+  float scale, unit;  // of scores
+};
+
+FUSELAGE_INLINE SampleTemperature sample_temperature(const Draws& draws, int64_t row) {
+  const float temperature = sample_option(draws.temperature, row);
+  if (!(temperature >= 0x1p-126f)) return {true, 1.0f, 1.0f, 0.0f};
+  const float inverse = 1.0f / temperature, unit = score_unit<SampleNumbers>(inverse);
+  return {false, inverse, inverse * unit, unit};
+}
+
+FUSELAGE_INLINE NoiseKey sample_key(const Draws& draws, int64_t row) {
+  const uint64_t seed = static_cast<uint64_t>(draws.seeds[row * draws.seed_stride]);
+  const uint64_t offset = draws.offsets == nullptr
+                              ? 0
+                              : static_cast<uint64_t>(draws.offsets[row * draws.offset_stride]);
+  return {{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)},
+          {static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32)},
+          draws.seed_per_row ? 0u : static_cast<uint32_t>(row) * 256u};
+}
+
+template <class T>
+static void sample_load_as(const T* from, float* to, int64_t size) {
+  for_each_vector(0, size,
+                  [&](int64_t i, auto lanes) { store(to + i, load(from + i, lanes), lanes); });
+}
+
+template <class T>
+static void sample_add_as(const T* from, float* to, int64_t size) {
+  for_each_vector(0, size, [&](int64_t i, auto lanes) {
+    store(to + i, load(to + i, lanes) + load(from + i, lanes), lanes);
+  });
+}
+
+// visit(pointer of the type).
+template <class Visit>
+FUSELAGE_INLINE void sample_visit(const void* data, DType dtype, Visit visit) {
+  switch (dtype) {
+    case DType::float32: return visit(static_cast<const float*>(data));
+    case DType::float16: return visit(static_cast<const Float16*>(data));
+    case DType::bfloat16: return visit(static_cast<const BFloat16*>(data));
+  }
+}
+
+// Logits [begin, begin + size) of a row; -inf stands for NaN and what may not be drawn.
+static void sample_load(const GumbelSample& p, int64_t row, int64_t begin, int64_t size,
+                        float* logits) {
+  sample_visit(p.logits, p.dtype, [&](const auto* data) {
+    sample_load_as(data + row * p.stride + begin, logits, size);
+  });
+  if (p.bias != nullptr) {
+    sample_visit(p.bias, p.bias_dtype, [&](const auto* data) {
+      sample_add_as(data + row * p.bias_stride + begin, logits, size);
+    });
+  }
+  if (p.bitmask != nullptr) {
+    const int32_t* mask = p.bitmask + row * p.bitmask_stride;
+    for (int64_t i = 0; i < size; ++i) {
+      const bool allowed = static_cast<uint32_t>(mask[(begin + i) / 32]) >> (begin + i) % 32 & 1;
+      if (!allowed) logits[i] = sample_minus_infinity();
+    }
+  }
+  for (int64_t i = 0; i < size; ++i)
+    logits[i] = logits[i] == logits[i] ? logits[i] : sample_minus_infinity();
+}
+
+// The maximum of logits [begin, end), -inf where there are none.
+FUSELAGE_INLINE float sample_max(const float* logits, int64_t begin, int64_t end) {
+  Floats maxima = broadcast(sample_minus_infinity());
+  for_each_vector(begin, end, [&](int64_t i, auto lanes) {
+    Floats logit = maxima;
+    __builtin_memcpy(&logit, logits + i, count_of(lanes) * sizeof(float));
+    maxima = logit > maxima ? logit : maxima;
+  });
+  typedef float Quad __attribute__((vector_size(16)));
+  Quad quad[kLanes / 4];
+  __builtin_memcpy(quad, &maxima, sizeof(quad));
+  Quad four = quad[0];
+  for (int k = 1; k < kLanes / 4; ++k) four = quad[k] > four ? quad[k] : four;
+  const float even = four[0] > four[2] ? four[0] : four[2];
+  const float odd = four[1] > four[3] ? four[1] : four[3];
+  return even > odd ? even : odd;
+}
+
+}  // namespace FUSELAGE_ISA
+}  // namespace fuselage::cpu
