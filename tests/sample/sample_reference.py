@@ -31,7 +31,7 @@ def words(number, seed, offset, stream=0, sample=0) -> np.ndarray:
 
 
 def group(index, *key) -> tuple[np.ndarray, np.ndarray]:
-    """The word of the least exponential of each logit's group of 16, and the place that has it."""
+    """The word of the smallest exponential of each logit's group of 16, and its position."""
     made = words(np.asarray(index) >> 4, *key)
     return made[..., 0], made[..., 1] >> 28
 
@@ -55,13 +55,13 @@ def exponential(word: np.ndarray) -> np.ndarray:
 def noise(index, seed, offset, stream=0, sample=0) -> np.ndarray:
     """The Gumbel noise in float64 of logits, seeds, offsets and rows that are numbers or arrays.
 
-    One place of 16 has the least of their exponentials, a 16th of one; each other place has the
-    least plus an exponential of its own.
+    One position of 16 has the smallest of their exponentials, a 16th of one; each other position
+    has that plus an exponential of its own.
     """
     key = (seed, offset, stream, sample)
-    least, place = group(index, *key)
-    own = np.where(place == np.asarray(index) % 16, 0, exponential(own_word(index, *key)))
-    return -np.log(exponential(least) / 16 + own)
+    word, position = group(index, *key)
+    own = np.where(position == np.asarray(index) % 16, 0, exponential(own_word(index, *key)))
+    return -np.log(exponential(word) / 16 + own)
 
 
 def drawn_noise(fuselage, device, index: int, seed: Tensor, offset: Tensor, num_samples=1):
@@ -110,9 +110,9 @@ def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def chi_squared(counts: np.ndarray, expected: np.ndarray, least: float = 10.0) -> float:
+def chi_squared(counts: np.ndarray, expected: np.ndarray, minimum: float = 10.0) -> float:
     """Standard deviations of the statistic from its mean; bins with few expected are one."""
-    rare = expected < least
+    rare = expected < minimum
     counts = np.append(counts[~rare], counts[rare].sum())
     expected = np.append(expected[~rare], expected[rare].sum())
     if expected[-1] == 0:

@@ -126,7 +126,7 @@ EVERY_FILTER = [
 
 @pytest.mark.parametrize("kind", ["normal", "equal", "peaked", "coarse"])
 def test_the_length_of_a_row_does_not_matter(fuselage, device, kind):
-    """What is -inf behind a row changes nothing, in rows of any length."""
+    """What is -inf at the end of a row changes nothing, in rows of any length."""
     logits = logits_of(kind, 30011)[:2].to(device)
     longer = torch.full((2, 450_001), -torch.inf, device=device)
     for options in EVERY_FILTER:

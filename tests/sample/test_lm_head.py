@@ -31,7 +31,7 @@ def exact_logits(hidden, weight, *, scale=None, bias=None, cap=None) -> torch.Te
 
 
 def check_draws(tokens, logits, *, temperature=1.0, seed=0, offset=0, vocab_offset=0, slack):
-    """Every token has the greatest score in float64, but for what float32 logits may lack."""
+    """Every token has the best score in float64, up to the error of float32 logits."""
     tokens = tokens.cpu()
     for row in range(tokens.shape[0]):
         for sample in range(tokens.shape[1]):
@@ -144,7 +144,7 @@ FLOAT8_SHAPES = [
 @each_dtype
 @pytest.mark.parametrize("shape", FLOAT8_SHAPES, ids=lambda shape: str(shape[:3]))
 def test_float8_weights_of_all_sizes(fuselage, device, dtype, shape):
-    """Shards and rows of hidden that begin anywhere, and gaps of NaN behind the weights."""
+    """Shards and rows of hidden that begin anywhere, and gaps of NaN after the rows of weights."""
     batch, vocab, dim, scaled, options = shape
     hidden, weight = make(batch, vocab, dim, dtype, device)
     hidden = torch.nn.functional.pad(hidden, (1, 2), value=torch.nan)[:, 1 : dim + 1]
@@ -431,7 +431,7 @@ def of_kinds(vocab: int) -> torch.Tensor:
     likely = flat.clone()
     likely[torch.randperm(vocab)[:40]] += torch.linspace(6.0, 14.0, 40)
     strip = flat.clone()
-    strip[320:336] += 20.0  # that the greatest of the others are not among the greatest logits
+    strip[320:336] += 20.0  # so that the maxima of the others are not among the largest logits
     kinds = [3 * flat, (2 * flat).round(), torch.zeros(vocab), 100 * flat, likely]
     kinds += [torch.linspace(-12.0, 4.0, vocab), 1e-4 * flat, strip]
     return torch.stack(kinds, 1)
@@ -454,7 +454,7 @@ def test_filters_draw_as_from_all_logits(fuselage, device, dtype, options):
     """A filtered row is drawn from the few logits that can matter; log-probabilities want all."""
     vocab = 70_001 if device == "cuda" else 5001
     weight = of_kinds(vocab).to(device, dtype)
-    # Nothing of 200 neighbours may be drawn, among which are most of the greatest of one kind.
+    # None of 200 neighbours may be drawn, among which are most of the largest of one kind.
     bias = torch.zeros(vocab, device=device)
     bias[300:310] = bias[vocab - 210 : vocab - 10] = -torch.inf
     hidden = torch.eye(8, device=device, dtype=dtype)
@@ -509,7 +509,7 @@ def test_filters_advance_the_offset_of_all_rows_once(fuselage, device, dtype, na
 
 @each_half_dtype
 def test_the_head_draws_as_from_its_logits(fuselage, device, dtype):
-    """Where few logits could win, and where all could, which is more than are kept to be scored."""
+    """Where few logits are candidates, and where all are, which is more than the queues hold."""
     vocab = 70_001 if device == "cuda" else 5001
     steep = torch.linspace(0.0, 400.0, vocab)
     weight = torch.cat([of_kinds(vocab)[:, :6], torch.stack([steep, steep.flip(0)], 1)], 1)

@@ -15,17 +15,17 @@ KNOWN_ANSWERS = [
     (PI_COUNTER, PI_KEY, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
 ]
 
-# For seed 0, steps and indices where the word of the group's least exponential is the greatest, and
-# so the noise, or the lowest, or near, at the place that has it and at others; and those where the
+# For seed 0, steps and indices where the word of the group's smallest exponential is the largest,
+# and so the noise, or the lowest, or near, at its position and at others; and those where the
 # logit's own word is.
-GREATEST, LEAST_OF_PLACES = (2, 16 * 509349773 + 3), (6, 16 * 388336734 + 12)
+MAXIMUM, MINIMUM_OF_POSITIONS = (2, 16 * 509349773 + 3), (6, 16 * 388336734 + 12)
 EXTREMES_OF_GROUPS = {
-    GREATEST: 2**32 - 1,
+    MAXIMUM: 2**32 - 1,
     (2, 16 * 509349773 + 4): 2**32 - 1,
     (12, 16 * 327623008 + 9): 2**32 - 1,
     (12, 16 * 327623008): 2**32 - 1,
     (0, 16 * 410702502 + 4): 2**32 - 2,
-    LEAST_OF_PLACES: 0,
+    MINIMUM_OF_POSITIONS: 0,
     (6, 16 * 388336734 + 15): 0,
     (1, 16 * 471032754 + 12): 1,
     (0, 16 * 826190408 + 5): 2,
@@ -36,7 +36,7 @@ EXTREMES_OF_OWN_WORDS = {
     (0, 1847002804): 0,
     (0, 13530885291): 2**32 - 1,
     (0, 5069805266): 2**32 - 1,
-    (0, 2816313953): 2**32 - 1837,  # of a group whose least exponential is small, too
+    (0, 2816313953): 2**32 - 1837,  # of a group whose smallest exponential is small, too
     (0, 13532170439): 2**32 - 6864,
 }
 
@@ -51,15 +51,15 @@ def test_philox_of_the_reference_is_the_published_one(counter, key, output):
 def test_the_noise_is_that_of_the_published_generator(fuselage, device):
     """Of group 0, whose counter and key are zero as those of the first known answer."""
     zero = torch.tensor([0])
-    least, second = KNOWN_ANSWERS[0][2][:2]
-    place = second >> 28
+    word, second = KNOWN_ANSWERS[0][2][:2]
+    position = second >> 28
     own = [reference.philox(np.array([i, 0, 0, 2**31]), np.zeros(2)) for i in range(4)]
     exponentials = reference.exponential(np.concatenate(own))
-    exponentials[place] = 0
-    expected = -np.log(reference.exponential(np.array(least)) / 16 + exponentials)
+    exponentials[position] = 0
+    expected = -np.log(reference.exponential(np.array(word)) / 16 + exponentials)
     got = [reference.drawn_noise(fuselage, device, index, zero, zero).item() for index in range(16)]
     assert got == pytest.approx(expected, abs=1e-6)
-    assert np.argmax(got) == place == 14
+    assert np.argmax(got) == position == 14
 
 
 def test_the_noise_is_exact_in_both_tails(fuselage, device):
@@ -76,9 +76,9 @@ def test_the_noise_is_exact_in_both_tails(fuselage, device):
         expected = reference.noise(index, 0, offset).item()
         got = noise_at(offset, index)
         assert got == pytest.approx(expected, rel=3e-7, abs=3e-7), (offset, index)
-    greatest, least = 33 * np.log(2) + np.log(16), np.log(16) - np.log(33 * np.log(2))
-    assert noise_at(*GREATEST) == pytest.approx(greatest, rel=3e-7)
-    assert noise_at(*LEAST_OF_PLACES) == pytest.approx(least, rel=3e-7)
+    maximum, minimum = 33 * np.log(2) + np.log(16), np.log(16) - np.log(33 * np.log(2))
+    assert noise_at(*MAXIMUM) == pytest.approx(maximum, rel=3e-7)
+    assert noise_at(*MINIMUM_OF_POSITIONS) == pytest.approx(minimum, rel=3e-7)
 
 
 @pytest.mark.kernels_ci
@@ -158,7 +158,7 @@ def test_a_gpu_draws_what_a_cpu_draws(fuselage, device, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
 @pytest.mark.parametrize("vocab_offset", [0, 5])
-def test_a_gpu_draws_what_a_cpu_draws_where_all_could_win(fuselage, device, vocab_offset):
+def test_a_gpu_draws_what_a_cpu_draws_where_all_are_candidates(fuselage, device, vocab_offset):
     """More than the kernel keeps to score them together."""
     steep = torch.linspace(0.0, 400.0, 30_001)
     logits = torch.stack([steep, steep.flip(0), torch.zeros(30_001), steep % 7])

@@ -35,27 +35,27 @@ def quantiles(fuselage, device: str, begin: int, end: int) -> np.ndarray:
     return np.exp(-np.exp(-noises))
 
 
-def test_any_place_may_have_the_least_exponential(fuselage, device):
+def test_any_position_may_have_the_smallest_exponential(fuselage, device):
     noises = np.stack([noise(fuselage, device, GROUP + i) for i in range(16)])
     key = (SEEDS[:, None], OFFSETS[:, None], 0, np.arange(SAMPLES))
-    place = reference.group(GROUP, *key)[1].flatten()
-    of_place = np.take_along_axis(noises, place[None].astype(np.int64), 0)[0]
+    position = reference.group(GROUP, *key)[1].flatten()
+    at_position = np.take_along_axis(noises, position[None].astype(np.int64), 0)[0]
     # Nearly equal exponentials may have their logarithms' last bits in either order.
-    assert (of_place >= noises.max(0) - 3e-6).all()
+    assert (at_position >= noises.max(0) - 3e-6).all()
     counts = np.bincount(noises.argmax(0), minlength=16)
     assert abs(reference.chi_squared(counts, np.full(16, DRAWS / 16))) < LIMIT
 
 
 def test_noise_of_each_place_is_gumbel(fuselage, device):
-    # The rarest bins expect 26 draws of a place, and 42 of all.
+    # The rarest bins expect 26 draws of a position, and 42 of all.
     tail = np.array([1e-4, 1e-3, 1e-2])
     edges = np.concatenate([[0], tail, np.linspace(0.02, 0.98, 49), 1 - tail[::-1], [1]])
-    of_places = quantiles(fuselage, device, 0, 16)
-    for values in of_places:
+    of_positions = quantiles(fuselage, device, 0, 16)
+    for values in of_positions:
         counts = np.histogram(values, edges)[0]
         assert abs(reference.chi_squared(counts, DRAWS * np.diff(edges))) < LIMIT
     edges = np.concatenate([[0, 1e-5], edges[1:-1], [1 - 1e-5, 1]])
-    counts = np.histogram(of_places, edges)[0]
+    counts = np.histogram(of_positions, edges)[0]
     assert abs(reference.chi_squared(counts, 16 * DRAWS * np.diff(edges))) < LIMIT
 
 

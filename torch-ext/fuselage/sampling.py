@@ -95,7 +95,7 @@ def lm_head_sample(
         seed: None draws one from `generator`. An int, or int64 `[1]` or `[batch]` on the device. A
             seed that all rows share gives each a stream of its own, by its number; of `[batch]`
             seeds, rows with equal ones draw with equal noise.
-        offset: int64 `[1]` or `[batch]` on the device: the step. It is read, and left one larger,
+        offset: int64 `[1]` or `[batch]` on the device: the step. It is read, and advanced by one,
             on the device, so that the replay of a CUDA graph draws anew. None, with a seed, is
             step 0: the same call draws the same tokens.
         generator: Where there is no seed, what draws it: a `torch.Generator` of the device, or
