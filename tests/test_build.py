@@ -305,6 +305,7 @@ print(json.dumps([fuselage.__all__, [hasattr(fuselage, name) for name in fuselag
     assert all(present)
 
 
+@pytest.mark.slow
 def test_two_builds_live_in_one_process(variant: Path, tmp_path: Path):
     for unique_id in ("aaaaaaa", "bbbbbbb"):
         folders = ["--output", tmp_path / unique_id, "--work", tmp_path / "work"]

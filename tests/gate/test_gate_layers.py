@@ -207,7 +207,11 @@ def test_a_model_does_not_drift(fuselage, device, kernelized, build):
 
 
 @MODELS
-@pytest.mark.parametrize("mode", [Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE], ids=str)
+@pytest.mark.parametrize(
+    "mode",
+    [Mode.TRAINING, pytest.param(Mode.TRAINING | Mode.TORCH_COMPILE, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_model_trains_the_same(fuselage, device, kernelized, build, mode):
     plain = build(device)
     model = kernelized(copy.deepcopy(plain), mode, replaced=3).eval()  # without dropout

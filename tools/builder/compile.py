@@ -324,7 +324,7 @@ def nvcc_threads(units: list[Unit], jobs: int) -> int:
     if not gpu_units:
         return 1
     most = max(sum(flag.count("sm_") for flag in unit.flags) for unit in gpu_units)
-    return min(most, max(min(2, jobs), jobs // len(gpu_units)))
+    return max(1, min(most, max(min(2, jobs), jobs // len(gpu_units))))
 
 
 def _quote(words: list[str] | tuple[str, ...]) -> str:
