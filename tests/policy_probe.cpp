@@ -11,6 +11,7 @@
 #include "norm/ada_norm_policy.h"
 #include "norm/poly_norm_policy.h"
 #include "norm/rms_norm_policy.h"
+#include "norm/row_forward_policy.h"
 #include "rope/rotary_policy.h"
 #include "sample/sample_policy.h"
 
@@ -169,6 +170,35 @@ void for_each_types(F f) {
   }
 }
 
+// What norm/row_forward.h stands.
+void expect_forward_row(Report& report, const DeviceInfo& device, const RowPolicy& row,
+                        const RowForwardShape& shape) {
+  const int64_t at_once = int64_t{row.rows_per_block} * row.rows_per_thread;
+  expect_legal_rows(report, device,
+                    {ceil_div(shape.rows, at_once) * row.cluster, 1, row.threads_per_row,
+                     row.rows_per_block, kScratchBytes, row.cluster},
+                    row.rows_per_thread > 1 ? kForwardShortThreads : kForwardThreads);
+  // NOTE: alignment must not change the order of a sum, which streamed rows have of their own.
+  RowForwardShape other = shape;
+  other.aligned = !shape.aligned;
+  report.expect(row.streamed == row_forward_policy(device, other).streamed,
+                "streamed because of its alignment");
+  if (row.streamed) return;
+  const int64_t held =
+      int64_t{row.cluster} * row.threads_per_row * row.vectors * (16 / shape.element_size);
+  report.expect(held >= shape.dim, "columns without a thread");
+  const int vectors = row.vectors;
+  report.expect(vectors == 1 || vectors == 2 || vectors == kForwardVectors,
+                "vectors without a kernel");
+  report.expect(shape.aligned || vectors != 2, "vectors without an unaligned kernel");
+  report.expect(vectors == 1 || row.threads_per_row % kWarpSize == 0, "vectors a warp apart");
+  report.expect(row.rows_per_thread == 1 ||
+                    (row.threads_per_row <= kWarpSize && row.rows_per_thread * vectors == 4 &&
+                     row.threads_per_row >= row.rows_per_thread),
+                "several rows a thread");
+  report.expect(row.cluster == 1 || vectors == kForwardVectors, "clusters without a kernel");
+}
+
 void rms_norm_forward(const DeviceInfo& device, Report& report) {
   for_each_types([&](DType x, DType out) {
     for_each_layout([&](int64_t dim, int64_t rows, int64_t stride, int offset) {
@@ -189,29 +219,8 @@ void rms_norm_forward(const DeviceInfo& device, Report& report) {
                         {p.new_residual, dim, dim, size},
                         {p.out, dim, dim, dtype_size(out)},
                         {p.weight, 0, dim, 4}});
-        const ForwardPolicy policy = rms_norm_forward_policy(device, aligned, p);
-        const RowPolicy& row = policy.row;
-        const int64_t at_once = int64_t{row.rows_per_block} * row.rows_per_thread;
-        expect_legal_rows(
-            report, device,
-            {ceil_div(rows, at_once) * row.cluster, 1, row.threads_per_row, row.rows_per_block,
-             policy.shared_bytes + kForwardArrayBytes, row.cluster},
-            kMaxThreads);
-        report.expect(aligned || row.rows_per_thread == 1, "unaligned rows are one a thread");
-        // Streamed rows are added up in another order. T4 and AMD GPUs have too little shared
-        // memory for the longest.
-        if (device.max_shared_memory >= 99 * kKB) {
-          const bool is_long = rms_norm_forward_rows(device, aligned, size, rows, dim).streamed;
-          report.expect(row.streamed == is_long, "streamed because it is not aligned");
-        }
-        const int64_t held = int64_t{row.cluster} * row.threads_per_row * row.vectors * (16 / size);
-        report.expect(row.streamed || held >= dim, "columns without a thread");
-        const int64_t columns = std::min(dim, held / row.cluster);
-        const int wide = std::max(size, dtype_size(out));
-        const int64_t staged = (columns * wide + 15) / 16 * 16 + 32 +
-                               (residual ? (columns * size + 15) / 16 * 16 + 32 : 0);
-        report.expect(aligned || row.streamed || policy.shared_bytes >= staged * row.rows_per_block,
-                      "no room for the rows of a block");
+        expect_forward_row(report, device, rms_norm_forward_policy(device, aligned, p),
+                           {rows, dim, size, aligned});
       }
     });
   });
@@ -275,14 +284,8 @@ void ada_norm_forward(const DeviceInfo& device, Report& report) {
                         {p.out, dim, dim, size},
                         {p.gate.data, 0, dim, size},
                         {p.scale.data, stride, dim, 4}});
-        const RowPolicy row = ada_norm_forward_policy(device, aligned, p);
-        const int64_t at_once = int64_t{row.rows_per_block} * row.rows_per_thread;
-        expect_legal_rows(report, device,
-                          {ceil_div(rows, at_once) * row.cluster, 1, row.threads_per_row,
-                           row.rows_per_block, kScratchBytes, row.cluster},
-                          kAdaNormThreads);
-        const int64_t held = int64_t{row.cluster} * row.threads_per_row * row.vectors * (16 / size);
-        report.expect(row.streamed || held >= dim, "columns without a thread");
+        expect_forward_row(report, device, ada_norm_forward_policy(device, aligned, p),
+                           {rows, dim, size, aligned});
       }
     });
   }

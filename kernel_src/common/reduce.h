@@ -21,7 +21,7 @@ __device__ __forceinline__ float warp_sum(float value, int width) {
 template <int kRows, int kCount>
 __device__ __forceinline__ void warp_sums_of_rows(float (&values)[kRows][kCount],
                                                   float (&sums)[kCount], int width) {
-  const int lane = threadIdx.x % width;
+  const int lane = threadIdx.x & (width - 1);
   int mask = width / 2;
 #pragma unroll
   for (int rows = kRows; rows > 1; rows /= 2, mask /= 2) {

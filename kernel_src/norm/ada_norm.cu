@@ -1,9 +1,6 @@
 // layer_norm, ada_layer_norm, ada_rms_norm and gate_residual_ada_norm on the GPU (formulas: norm/ada_norm.h).
 //
-// Forward: the threads of a row hold it in registers, so that it is read once. Loads are 16 bytes wide and all
-// issued before the first use. Two reductions, first of the mean and then of the deviations from it: a large mean
-// costs no accuracy. Short rows share a block; long rows are cut over the blocks of a cluster. What scales and
-// shifts a row is read last, mostly from the L1 cache.
+// Forward: norm/row_forward.h, of the operator AdaNormOp.
 //
 // Backward: a persistent grid. Every block works on rows of one group, within which scale, shift and gate do not
 // change, and keeps the sums of its columns in registers, while the next rows are copied into shared memory. It
@@ -25,6 +22,7 @@
 #include "common/reduce.h"
 #include "common/vector.h"
 #include "norm/ada_norm_policy.h"
+#include "norm/row_forward.h"
 
 namespace fuselage {
 namespace {
@@ -43,7 +41,7 @@ struct Values {
   // Those of one row.
   __device__ __forceinline__ Values(const Modulation& m, int64_t row) : Values(m.data, m.dtype) {
     if (data == nullptr) return;
-    const int64_t index = quotient(row, m.rows);
+    const int64_t index = m.stride == 0 ? 0 : quotient(row, m.rows);
     const int64_t size = is_float32 ? sizeof(float) : sizeof(T);
     data = static_cast<const char*>(data) + index * m.stride * size;
   }
@@ -61,90 +59,23 @@ struct Values {
       load<true, N>(static_cast<const T*>(data), column, dim).to_floats(values);
     }
   }
-  // As load_floats of aligned rows, where all columns are inside.
-  template <int N>
-  __device__ __forceinline__ void load_inside(int column, float (&values)[N]) const {
+  // As load_floats, by whole vectors. Of aligned rows all columns are inside.
+  template <bool kAligned, int N>
+  __device__ __forceinline__ void load_columns_of(int column, int dim, float (&values)[N]) const {
     if (is_float32) {
-      Vector<float, N>::load(static_cast<const float*>(data) + column).to_floats(values);
+      load_columns<kAligned, N>(static_cast<const float*>(data), column, dim).to_floats(values);
     } else {
-      Vector<T, N>::load(static_cast<const T*>(data) + column).to_floats(values);
+      load_columns<kAligned, N>(static_cast<const T*>(data), column, dim).to_floats(values);
     }
+  }
+  // Whether values of this type are kept as U: T or float.
+  template <typename U>
+  static __device__ __forceinline__ bool is(DType dtype) {
+    return sizeof(T) == sizeof(float) || (dtype == DType::float32) == (sizeof(U) == sizeof(float));
   }
   __device__ __forceinline__ float at(int64_t i) const {
     return is_float32 ? static_cast<const float*>(data)[i]
                       : to_float(static_cast<const T*>(data)[i]);
-  }
-};
-
-// s = residual + gate * x, rounded. NOTE: product and sum are rounded to float32 on the way, as on the CPU.
-template <typename T, int N>
-__device__ __forceinline__ Vector<T, N> add_gated(const Vector<T, N>& x,
-                                                  const Vector<T, N>& residual,
-                                                  const float (&gate)[N]) {
-  float a[N], b[N];
-  x.to_floats(a);
-  residual.to_floats(b);
-#pragma unroll
-  for (int k = 0; k < N; ++k) a[k] = __fadd_rn(b[k], __fmul_rn(gate[k], a[k]));
-  return Vector<T, N>::from_floats(a);
-}
-
-// The sum of (s - mean)^2 over one vector, and that of s - mean where it is asked for.
-template <bool kAligned, typename T, int N>
-__device__ __forceinline__ float add_deviations(const Vector<T, N>& s, float mean, int column,
-                                                int dim, float* deviations) {
-  float values[N], squares = 0.0f, sum = 0.0f;
-  s.to_floats(values);
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    const float deviation = kAligned || column + k < dim ? values[k] - mean : 0.0f;
-    squares = fmaf(deviation, deviation, squares);
-    if (deviations != nullptr) sum += deviation;
-  }
-  const bool inside = !kAligned || column < dim;
-  if (deviations != nullptr) *deviations = inside ? sum : 0.0f;
-  return inside ? squares : 0.0f;
-}
-
-// Keeps the compiler from keeping the floats of a vector, which take twice the registers, for its next use.
-template <typename T, int N>
-__device__ __forceinline__ void forget_floats(Vector<T, N>& v) {
-#if !defined(USE_ROCM)
-#pragma unroll
-  for (int i = 0; i < Vector<T, N>::kWords; ++i) asm volatile("" : "+r"(v.words[i]));
-#endif
-}
-
-template <typename T, int N>
-__device__ __forceinline__ float sum_of(const Vector<T, N>& s) {
-  float values[N], sum = 0.0f;
-  s.to_floats(values);
-#pragma unroll
-  for (int k = 0; k < N; ++k) sum += values[k];
-  return sum;
-}
-
-// In float32 inputs a mean that is large against the deviations costs accuracy: it is not quite `mean`, but off by
-// the mean of the deviations from it. The rounding of half types is larger than that.
-template <typename T>
-constexpr bool kNeedsRest = sizeof(T) == sizeof(float);
-
-struct RowStatistics {
-  float mean, rest, rstd;
-
-  __device__ __forceinline__ RowStatistics(float mean_, float rest_, float squares, float dim,
-                                           float eps)
-      : mean(mean_), rest(rest_) {
-    float variance = squares / dim - rest * rest;
-    variance = variance < 0.0f ? 0.0f : variance;  // and a NaN stays one
-    rstd = reciprocal_sqrt(variance + eps);
-  }
-  __device__ __forceinline__ void save(float* statistics, int64_t row, bool layer) const {
-    if (layer) {
-      reinterpret_cast<float2*>(statistics)[row] = make_float2(mean + rest, rstd);
-    } else {
-      statistics[row] = rstd;
-    }
   }
 };
 
@@ -160,334 +91,238 @@ struct Normalise {
   }
 };
 
-// xhat of N columns.
-template <typename T, int N>
-__device__ __forceinline__ void normalise(const Vector<T, N>& s, const RowStatistics& statistics,
-                                          float (&values)[N]) {
-  s.to_floats(values);
-  const Normalise normalised(statistics.mean, statistics.rest, statistics.rstd);
-#pragma unroll
-  for (int k = 0; k < N; ++k) values[k] = normalised(values[k]);
-}
-
-// What a row is scaled and shifted with, both of type U: without a branch, so that loads need not wait for each
-// other. Where there is none of one, the other is read in its place, or `row`, which is of type U if there is neither.
-template <typename U>
-struct PackedModulation {
-  const U *scale, *shift;
-  bool has_scale, has_shift;
-
-  template <typename T>
-  __device__ __forceinline__ PackedModulation(const Values<T>& scale_, const Values<T>& shift_,
-                                              const void* row)
-      : has_scale(scale_.data != nullptr), has_shift(shift_.data != nullptr) {
-    scale = static_cast<const U*>(has_scale ? scale_.data : has_shift ? shift_.data : row);
-    shift = static_cast<const U*>(has_shift ? shift_.data : scale);
-  }
-  template <int N>
-  __device__ __forceinline__ void start(int column, Vector<U, N> (&vectors)[2]) const {
-    vectors[0] = Vector<U, N>::load(scale + column);
-    vectors[1] = Vector<U, N>::load(shift + column);
-  }
-  template <typename T, int N>
-  __device__ __forceinline__ Vector<T, N> finish(const Vector<T, N>& s,
-                                                 const RowStatistics& statistics,
-                                                 Vector<U, N> (&vectors)[2],
-                                                 float scale_offset) const {
-    float values[N], factors[N], other[N];
-    if (!has_scale) vectors[0] = Vector<U, N>::zero();
-    if (!has_shift) vectors[1] = Vector<U, N>::zero();
-    normalise(s, statistics, values);
-    vectors[0].to_floats(factors);
-    vectors[1].to_floats(other);
-#pragma unroll
-    for (int k = 0; k < N; ++k) values[k] = fmaf(values[k], scale_offset + factors[k], other[k]);
-    return Vector<T, N>::from_floats(values);
-  }
-};
-
-// out = (xhat * weight + bias) * (scale_offset + scale) + shift, of N columns; aligned, inside the row.
-// NOTE: spelled out, so that every kernel rounds alike.
-template <bool kAligned, typename T, int N>
-__device__ __forceinline__ Vector<T, N> modulated(const Vector<T, N>& s,
-                                                  const RowStatistics& statistics,
-                                                  const AdaNormForward& p, const Values<T>& scale,
-                                                  const Values<T>& shift, float scale_offset,
-                                                  int column, int dim) {
-  float values[N], factors[N], other[N];
-  const auto load_or_zero = [&](const Values<T>& from, float(&floats)[N]) {
-    if (from.data == nullptr) {
-      Vector<T, N>::zero().to_floats(floats);
-    } else if constexpr (kAligned) {
-      from.load_inside(column, floats);
-    } else {
-      from.template load_floats<false>(column, dim, floats);
-    }
-  };
-  normalise(s, statistics, values);
-  if (p.weight.data != nullptr) {
-    load_or_zero(Values<T>(p.weight.data, p.weight.dtype), other);
-#pragma unroll
-    for (int k = 0; k < N; ++k) values[k] = __fmul_rn(values[k], other[k]);
-  }
-  if (p.bias.data != nullptr) {
-    load_or_zero(Values<T>(p.bias.data, p.bias.dtype), other);
-#pragma unroll
-    for (int k = 0; k < N; ++k) values[k] = __fadd_rn(values[k], other[k]);
-  }
-  load_or_zero(scale, factors);
-  load_or_zero(shift, other);
-#pragma unroll
-  for (int k = 0; k < N; ++k) values[k] = fmaf(values[k], scale_offset + factors[k], other[k]);
-  return Vector<T, N>::from_floats(values);
-}
-
 // ---- forward ----
 
-// Grid: x over blocks of rows_per_block * kRows rows (times the cluster). Block: (threads_per_row,
-// rows_per_block). `blocks_in_cluster` counts with kClusters alone.
-//
-// The launch bounds leave the aligned kernels 64 registers, and 80 those with several rows.
-template <typename T, int kVectors, int kRows, bool kResidual, bool kAligned, bool kClusters>
-__global__ void __launch_bounds__(!kAligned   ? kAdaNormThreads
-                                  : kRows > 1 ? 768
-                                              : kAdaNormResidentThreads)
-    ada_norm_forward_kernel(const AdaNormForward p, const float scale_offset,
-                            const int blocks_in_cluster) {
-  constexpr int N = 16 / sizeof(T);
-  constexpr int kStep = kWarpSize * N;  // columns between a thread's vectors
-  if constexpr (kAligned && kClusters && !kCompilesClusters) return;
-  const int cluster = kClusters && kCompilesClusters ? blocks_in_cluster : 1;
-  constexpr int kSums = kNeedsRest<T> ? 2 : 1;  // of a row's deviations
-  __shared__ RowSumScratch<kRows> mean_scratch[1];
-  __shared__ RowSumScratch<kSums * kRows> scratch[1];
-  const int dim = static_cast<int>(p.dim);
-  const int slice = blockDim.x * kVectors * N;  // columns of a row that a block has
-  const int slice_start = cluster > 1 ? cluster_rank() * slice : 0;
-  const int row_block = cluster > 1 ? blockIdx.x / cluster : blockIdx.x;
-  const int lane = threadIdx.x % kWarpSize;
-  const int first_column =
-      slice_start + static_cast<int>(threadIdx.x) / kWarpSize * kVectors * kStep + lane * N;
-  const int64_t first_row = (int64_t{row_block} * blockDim.y + threadIdx.y) * kRows;
-  const auto column_of = [&](int j) { return first_column + j * kStep; };
-  // Rows behind the last are empty.
-  const auto dim_of = [&](int i) { return first_row + i < p.rows ? dim : 0; };
-  const auto row_of = [&](int i) { return first_row + i < p.rows ? first_row + i : p.rows - 1; };
-  // What is behind the end is read as the last vector or row: cheaper than not to.
-  const auto load_at = [&](int j) { return kAligned ? min(column_of(j), dim - N) : column_of(j); };
-  const auto row_at = [&](const void* tensor, int64_t stride, int i) {
-    return static_cast<const T*>(tensor) + row_of(i) * stride;
-  };
-  const auto start = [&](auto& loading, const T* row, int i, int j) {
-    if constexpr (kAligned) {
-      loading.first = Vector<T, N>::load(row + load_at(j));
-    } else {
-      loading.start(row, column_of(j), dim_of(i));
-    }
-  };
+// Weight and bias take the place of scale and shift where there are neither.
+struct AdaNormParams : AdaNormForward {
+  float scale_offset;  // what is added to the scale
+};
 
-  row_sum_start(cluster, mean_scratch, scratch);
-
-  // Start to load everything this thread works on.
-  constexpr int kResidualRows = kResidual ? kRows : 1;
-  Loading<T, N, kAligned> loading[kRows][kVectors], residual_loading[kResidualRows][kVectors];
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const T* x = row_at(p.x, p.x_stride, i);
-    const T* residual = row_at(p.residual, p.residual_stride, i);
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      start(loading[i][j], x, i, j);
-      if constexpr (kResidual) start(residual_loading[i][j], residual, i, j);
-    }
-  }
-
-  // A gate of x's type with them.
-  Vector<T, N> gates_packed[kResidualRows][kVectors];
-  const auto gate_is_packed = [&](const Values<T>& gate) {
-    return kResidual && kAligned && gate.data != nullptr && !gate.is_float32;
-  };
-  if constexpr (kResidual && kAligned) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const Values<T> gate(p.gate, row_of(i));
-      if (!gate_is_packed(gate)) continue;
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j)
-        gates_packed[i][j] = Vector<T, N>::load(static_cast<const T*>(gate.data) + load_at(j));
-    }
-  }
-
-  // What is normalised.
-  Vector<T, N> s[kRows][kVectors];
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const Values<T> gate(p.gate, row_of(i));
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      s[i][j] = loading[i][j].finish(row_at(p.x, p.x_stride, i), column_of(j), dim_of(i));
-      if constexpr (kResidual) {
-        float gates[N];
-#pragma unroll
-        for (int k = 0; k < N; ++k) gates[k] = 1.0f;
-        if (gate_is_packed(gate)) {
-          gates_packed[i][j].to_floats(gates);
-        } else if (gate.data != nullptr) {
-          gate.template load_floats<kAligned>(column_of(j), dim, gates);
-        }
-        s[i][j] = add_gated(s[i][j],
-                            residual_loading[i][j].finish(row_at(p.residual, p.residual_stride, i),
-                                                          column_of(j), dim_of(i)),
-                            gates);
-        T* new_residual = static_cast<T*>(p.new_residual) + (first_row + i) * p.dim;
-        store<kAligned>(s[i][j], new_residual, column_of(j), dim, column_of(j) < dim_of(i));
-      }
-    }
-  }
-
-  // Row statistics.
-  row_sum_end(cluster);
-  float means[kRows];
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) means[i] = 0.0f;
-  if (p.layer) {
-    float vectors[kRows][kVectors];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        const float sum = sum_of(s[i][j]);
-        vectors[i][j] = !kAligned || column_of(j) < dim ? sum : 0.0f;
-        forget_floats(s[i][j]);
-      }
-    }
-    row_sum_of_vectors<false>(vectors, means, cluster, mean_scratch, 0);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) means[i] /= static_cast<float>(dim);
-  }
-  float vectors[kSums * kRows][kVectors], sums[kSums * kRows];
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      float* deviations = kNeedsRest<T> ? &vectors[kSums * i + kSums - 1][j] : nullptr;
-      vectors[kSums * i][j] =
-          add_deviations<kAligned>(s[i][j], means[i], column_of(j), dim, deviations);
-      forget_floats(s[i][j]);
-    }
-  }
-  row_sum_of_vectors<false>(vectors, sums, cluster, scratch, 0);
-
-  // Write the results.
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const int64_t row = first_row + i;
-    float rest = 0.0f;
-    if (kNeedsRest<T> && p.layer) rest = sums[kSums * i + kSums - 1] / static_cast<float>(dim);
-    const RowStatistics statistics(means[i], rest, sums[kSums * i], static_cast<float>(dim), p.eps);
-    if (p.statistics != nullptr && first_column == 0 && row < p.rows)
-      statistics.save(p.statistics, row, p.layer);
-    // What all rows or those of a batch element share comes from the L1 cache. To have it on its way since the
-    // start takes registers, and with them rows from the multiprocessor.
-    const Values<T> scale(p.scale, row_of(i)), shift(p.shift, row_of(i));
-    T* out = static_cast<T*>(p.out) + row * p.dim;
-    const auto write = [&](const Vector<T, N>& result, int j) {
-      store<kAligned>(result, out, column_of(j), dim, column_of(j) < dim_of(i));
-    };
-    // Scale and shift of one type, and nothing else.
-    const auto write_packed = [&](auto zero) {
-      using U = decltype(zero);
-      const PackedModulation<U> modulation(scale, shift, row_at(p.x, p.x_stride, i));
-      // Of one vector ahead, where their registers are few.
-      constexpr int kAhead = sizeof(U) == sizeof(T) ? 1 : 0;
-      Vector<U, N> vectors[kAhead + 1][2];
-      if (kAhead > 0) modulation.start(load_at(0), vectors[0]);
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        if (j + kAhead < kVectors)
-          modulation.start(load_at(j + kAhead), vectors[(j + kAhead) % (kAhead + 1)]);
-        write(modulation.finish(s[i][j], statistics, vectors[j % (kAhead + 1)], scale_offset), j);
-      }
-    };
-    const bool one_type =
-        scale.data == nullptr || shift.data == nullptr || scale.is_float32 == shift.is_float32;
-    if (kAligned && p.weight.data == nullptr && p.bias.data == nullptr && one_type) {
-      if (sizeof(T) != sizeof(float) && (scale.is_float32 || shift.is_float32)) {
-        write_packed(float{});
-      } else {
-        write_packed(T{});
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        write(modulated<kAligned>(s[i][j], statistics, p, scale, shift, scale_offset, load_at(j),
-                                  dim),
-              j);
-      }
-    }
-  }
-}
-
-// Rows of any length and alignment, one a block, read three times: after the first mostly from L2.
 template <typename T, bool kResidual>
-__global__ void __launch_bounds__(kAdaNormThreads)
-    ada_norm_forward_streamed_kernel(const AdaNormForward p, const float scale_offset) {
-  constexpr bool kAligned = false;
-  constexpr int N = 16 / sizeof(T);
-  __shared__ RowSumScratch<1> mean_scratch[1];
-  __shared__ RowSumScratch<2> scratch[1];
-  const int64_t row = blockIdx.x;
-  const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
-  const T* residual = static_cast<const T*>(p.residual) + row * p.residual_stride;
-  T* new_residual = static_cast<T*>(p.new_residual) + row * p.dim;
-  const T* s = kResidual ? new_residual : x;
-  T* out = static_cast<T*>(p.out) + row * p.dim;
-  const int dim = static_cast<int>(p.dim);
-  const int step = blockDim.x * N;
-  const Values<T> gate(p.gate, row), scale(p.scale, row), shift(p.shift, row);
+struct AdaNormOp {
+  using Params = AdaNormParams;
+  using In = T;
+  using Out = T;
+  static constexpr int N = 16 / sizeof(T);
+  static constexpr bool kCentres = true;
+  static constexpr bool kRest =
+      sizeof(T) == sizeof(float);  // in half precision it is lost in the rounding
+  static constexpr int kSums = 1, kShared = Moments<kRest>::kShared;
+  static constexpr bool kWritesSum = kResidual;
 
-  float mean[1] = {0.0f};
-  if (kResidual || p.layer) {
-#pragma unroll 1
-    for (int start = 0; start < dim; start += step) {
-      const int column = start + threadIdx.x * N;
-      Vector<T, N> values = load<kAligned, N>(x, column, dim);
-      if constexpr (kResidual) {
-        float gates[N];
-#pragma unroll
-        for (int k = 0; k < N; ++k) gates[k] = 1.0f;
-        if (gate.data != nullptr) gate.template load_floats<kAligned>(column, dim, gates);
-        values = add_gated(values, load<kAligned, N>(residual, column, dim), gates);
-        store<kAligned>(values, new_residual, column, dim, column < dim);
-      }
-      mean[0] += sum_of(values);
+  // Launch bounds: 64 registers; 80 with several inputs, or where rows are put together.
+  static constexpr int threads(bool aligned, bool) {
+    return aligned && !kResidual ? kForwardThreads : 768;
+  }
+  static constexpr int blocks(bool aligned, bool) { return aligned && !kResidual ? 2 : 1; }
+  static constexpr int short_blocks(bool aligned) { return aligned && !kResidual ? 7 : 5; }
+  static constexpr bool early(int vectors, bool aligned) { return aligned && vectors < 4; }
+
+  static __device__ __forceinline__ bool centred(const Params& p) { return p.layer; }
+  static __device__ __forceinline__ bool shares_columns(const Params& p) {
+    return p.scale.stride == 0 && p.shift.stride == 0;
+  }
+  static __device__ __forceinline__ T* sum_row(const Params& p, int64_t row) {
+    return static_cast<T*>(p.new_residual) + row * p.dim;
+  }
+  static __device__ __forceinline__ T* out_row(const Params& p, int64_t row) {
+    return static_cast<T*>(p.out) + row * p.dim;
+  }
+
+  // s = x, or residual + gate * x, rounded. NOTE: product and sum are rounded to float32 on the way, as on the CPU.
+  template <int kVectors, bool kAligned>
+  struct Inputs {
+    RowLoading<T, kVectors, kAligned> x, residual, gate;
+
+    // Whether the gate is loaded with x: it is of its type, and aligned.
+    static __device__ __forceinline__ bool gate_is_packed(const Values<T>& gate) {
+      return kAligned && gate.data != nullptr && !gate.is_float32;
     }
-    // NOTE: unaligned, a thread's columns may have been written by its neighbours: row_sum has a barrier.
-    row_sum<false>(mean, 1, mean_scratch, 0);
-    mean[0] = p.layer ? mean[0] / static_cast<float>(dim) : 0.0f;
-  }
-  float sums[2] = {};
-#pragma unroll 1
-  for (int column = threadIdx.x * N; column < dim; column += step) {
-    float deviations;
-    sums[0] += add_deviations<kAligned>(load<kAligned, N>(s, column, dim), mean[0], column, dim,
-                                        &deviations);
-    sums[1] += deviations;
-  }
-  row_sum<false>(sums, 1, scratch, 0);
-  float rest = 0.0f;
-  if (kNeedsRest<T> && p.layer) rest = sums[1] / static_cast<float>(dim);
-  const RowStatistics statistics(mean[0], rest, sums[0], static_cast<float>(dim), p.eps);
-  if (p.statistics != nullptr && threadIdx.x == 0) statistics.save(p.statistics, row, p.layer);
+    __device__ __forceinline__ void start(const Params& p, int64_t row, int column, int left) {
+      x.start(static_cast<const T*>(p.x) + row * p.x_stride + column, left);
+      if constexpr (kResidual) {
+        residual.start(static_cast<const T*>(p.residual) + row * p.residual_stride + column, left);
+        const Values<T> values(p.gate, row);
+        if (gate_is_packed(values)) gate.start(static_cast<const T*>(values.data) + column, left);
+      }
+    }
+    __device__ __forceinline__ Vector<T, N> finish(const Params& p, int64_t row, int column,
+                                                   int j) const {
+      if constexpr (!kResidual) return x.finish(j);
+      float a[N], b[N], gates[N];
+      x.finish(j).to_floats(a);
+      residual.finish(j).to_floats(b);
+      const Values<T> values(p.gate, row);
+#pragma unroll
+      for (int k = 0; k < N; ++k) gates[k] = 1.0f;
+      if (gate_is_packed(values)) {
+        gate.finish(j).to_floats(gates);
+      } else if (values.data != nullptr) {
+        const int dim = static_cast<int>(p.dim);
+        values.template load_columns_of<kAligned>(kAligned ? min(column, dim - N) : column, dim,
+                                                  gates);
+      }
+#pragma unroll
+      for (int k = 0; k < N; ++k) a[k] = __fadd_rn(b[k], __fmul_rn(gates[k], a[k]));
+      return Vector<T, N>::from_floats(a);
+    }
+  };
 
-#pragma unroll 1
-  for (int start = 0; start < dim; start += step) {
-    const int column = start + threadIdx.x * N;
-    const auto result = modulated<kAligned>(load<kAligned, N>(s, column, dim), statistics, p, scale,
-                                            shift, scale_offset, column, dim);
-    store<kAligned>(result, out, column, dim, column < dim);
+  static __device__ __forceinline__ void sums_of(const Vector<T, N>& s, float (&sums)[1]) {
+    sums[0] = sum_of_squares(s);
   }
-}
+  // Keeps the compiler from keeping the floats of a vector, which take twice the registers, for its next use.
+  static __device__ __forceinline__ void forget_floats(Vector<T, N>& v) {
+#if !defined(USE_ROCM)
+#pragma unroll
+    for (int i = 0; i < Vector<T, N>::kWords; ++i) asm volatile("" : "+r"(v.words[i]));
+#endif
+  }
+
+  // NOTE: normalised as (value - mean) * rstd, and not as value * rstd - mean * rstd, which one instruction would do: of
+  // a row whose elements are all alike that leaves the rounding of mean * rstd, which may be any number.
+  struct Stats {
+    float mean, rest, rstd;
+
+    __device__ __forceinline__ Stats(float mean_, float rest_, float rstd_)
+        : mean(mean_), rest(rest_), rstd(rstd_) {}
+    __device__ __forceinline__ Stats(const Params& p, const float (&squares)[1])
+        : mean(0.0f),
+          rest(0.0f),
+          rstd(reciprocal_sqrt(squares[0] / static_cast<float>(static_cast<int>(p.dim)) + p.eps)) {}
+    __device__ __forceinline__ Stats(const Params& p, const Moments<kRest>& moments) {
+      const float dim = static_cast<float>(static_cast<int>(p.dim));
+      mean = moments.sum;
+      rest = kRest ? mean_of(moments.rest, dim) : 0.0f;
+      float variance = mean_of(moments.squares, dim) - rest * rest;
+      variance = variance < 0.0f ? 0.0f : variance;  // and a NaN stays one
+      rstd = reciprocal_sqrt(variance + p.eps);
+    }
+    __device__ __forceinline__ void save(const Params& p, int64_t row) const {
+      if (p.statistics == nullptr) return;
+      if (p.layer) {
+        reinterpret_cast<float2*>(p.statistics)[row] = make_float2(mean + rest, rstd);
+      } else {
+        p.statistics[row] = rstd;
+      }
+    }
+    __device__ __forceinline__ Stats from(int lane, int width) const {
+      return Stats(shuffle_from(mean, lane, width), kRest ? shuffle_from(rest, lane, width) : 0.0f,
+                   shuffle_from(rstd, lane, width));
+    }
+    __device__ __forceinline__ void normalise(const Vector<T, N>& s, float (&values)[N]) const {
+      s.to_floats(values);
+      const float offset = kRest ? -rest * rstd : 0.0f;
+#pragma unroll
+      for (int k = 0; k < N; ++k) values[k] = fmaf(values[k] - mean, rstd, offset);
+    }
+  };
+
+  // out = xhat * (1 + scale) + shift, or without the 1, where there are both, of type U, and
+  // nothing else.
+  template <typename U>
+  struct Pair {
+    Vector<U, N> scale, shift;
+  };
+  template <typename U, bool kOne>
+  struct Columns {
+    using Loaded = Pair<U>;
+    static constexpr int kAhead = sizeof(U) == sizeof(T) ? 1 : 0;  // where their registers are few
+    const U *scale, *shift;
+
+    static __device__ __forceinline__ bool fits(const Params& p) {
+      return p.weight.data == nullptr && p.bias.data == nullptr && p.scale.data != nullptr &&
+             p.shift.data != nullptr && Values<T>::template is<U>(p.scale.dtype) &&
+             Values<T>::template is<U>(p.shift.dtype);
+    }
+    __device__ __forceinline__ Columns(const Params& p, int64_t row)
+        : scale(static_cast<const U*>(Values<T>(p.scale, row).data)),
+          shift(static_cast<const U*>(Values<T>(p.shift, row).data)) {}
+    // What is past the end is read as the last vector: cheaper than not to.
+    __device__ __forceinline__ Loaded load(int column, int dim) const {
+      const int inside = min(column, dim - N);
+      return {Vector<U, N>::load(scale + inside), Vector<U, N>::load(shift + inside)};
+    }
+    __device__ __forceinline__ Vector<T, N> map(const Vector<T, N>& s, const Stats& stats,
+                                                const Loaded& loaded) const {
+      float values[N], factors[N], other[N];
+      stats.normalise(s, values);
+      loaded.scale.to_floats(factors);
+      loaded.shift.to_floats(other);
+#pragma unroll
+      for (int k = 0; k < N; ++k)
+        values[k] = fmaf(values[k], kOne ? 1.0f + factors[k] : factors[k], other[k]);
+      return Vector<T, N>::from_floats(values);
+    }
+  };
+  template <bool kAligned>
+  using PackedColumns = Columns<T, true>;
+
+  // out = (xhat * weight + bias) * (offset + scale) + shift, of any types, read where they are used.
+  // NOTE: spelled out, so that every kernel rounds alike.
+  template <bool kAligned>
+  struct AnyColumns {
+    struct Loaded {
+      int column, dim;
+    };
+    static constexpr int kAhead = 0;
+    Values<T> weight, bias, scale, shift;
+    float offset;
+
+    __device__ __forceinline__ AnyColumns(const Params& p, int64_t row)
+        : weight(p.weight.data, p.weight.dtype),
+          bias(p.bias.data, p.bias.dtype),
+          scale(p.scale, row),
+          shift(p.shift, row),
+          offset(p.scale_offset) {}
+    __device__ __forceinline__ Loaded load(int column, int dim) const {
+      return {kAligned ? min(column, dim - N) : column, dim};
+    }
+    __device__ __forceinline__ Vector<T, N> map(const Vector<T, N>& s, const Stats& stats,
+                                                const Loaded& at) const {
+      float values[N], factors[N], other[N];
+      const auto load_or_zero = [&](const Values<T>& from, float(&floats)[N]) {
+        if (from.data == nullptr) {
+          Vector<T, N>::zero().to_floats(floats);
+        } else {
+          from.template load_columns_of<kAligned>(at.column, at.dim, floats);
+        }
+      };
+      stats.normalise(s, values);
+      if (weight.data != nullptr) {
+        load_or_zero(weight, other);
+#pragma unroll
+        for (int k = 0; k < N; ++k) values[k] = __fmul_rn(values[k], other[k]);
+      }
+      if (bias.data != nullptr) {
+        load_or_zero(bias, other);
+#pragma unroll
+        for (int k = 0; k < N; ++k) values[k] = __fadd_rn(values[k], other[k]);
+      }
+      load_or_zero(scale, factors);
+      load_or_zero(shift, other);
+#pragma unroll
+      for (int k = 0; k < N; ++k) values[k] = fmaf(values[k], offset + factors[k], other[k]);
+      return Vector<T, N>::from_floats(values);
+    }
+  };
+
+  template <bool kAligned, typename F>
+  static __device__ __forceinline__ void with_columns(const Params& p, F&& f) {
+    if (kAligned && PackedColumns<kAligned>::fits(p)) {
+      if (p.scale_offset == 0.0f) {
+        f(ColumnsTag<Columns<T, false>>{});
+      } else {
+        f(ColumnsTag<Columns<T, true>>{});
+      }
+    } else if (kAligned && sizeof(T) != sizeof(float) && p.scale_offset != 0.0f &&
+               Columns<float, true>::fits(p)) {
+      f(ColumnsTag<Columns<float, true>>{});
+    } else {
+      f(ColumnsTag<AnyColumns<kAligned>>{});
+    }
+  }
+};
 
 // ---- backward ----
 
@@ -1094,35 +929,6 @@ __global__ void __launch_bounds__(kAdaNormSumWidth* kAdaNormSumWidth)
 
 // ---- launchers ----
 
-template <typename T, bool kResidual, bool kAligned>
-gpuError launch_forward(const AdaNormForward& p, float scale_offset, int device, gpuStream stream) {
-  constexpr int kMost = ada_norm_vectors(kResidual);
-  const RowPolicy policy = ada_norm_forward_policy(device_info(device), kAligned, p);
-  if (policy.streamed) {
-    return gpu_launch(&ada_norm_forward_streamed_kernel<T, kResidual>, dim3(p.rows),
-                      dim3(policy.threads_per_row), 0, 1, stream, p, scale_offset);
-  }
-  const auto launch = [&](auto kernel) {
-    const int64_t rows_per_block = int64_t{policy.rows_per_block} * policy.rows_per_thread;
-    return gpu_launch(kernel, dim3(ceil_div(p.rows, rows_per_block) * policy.cluster),
-                      dim3(policy.threads_per_row, policy.rows_per_block), 0, policy.cluster,
-                      stream, p, scale_offset, policy.cluster);
-  };
-  if constexpr (kAligned && !kResidual) {
-    if (policy.rows_per_thread == 4)
-      return launch(&ada_norm_forward_kernel<T, 1, 4, kResidual, true, false>);
-    if (policy.rows_per_thread == 2)
-      return launch(&ada_norm_forward_kernel<T, 2, 2, kResidual, true, false>);
-  }
-  if (policy.vectors == 1)
-    return launch(&ada_norm_forward_kernel<T, 1, 1, kResidual, kAligned, false>);
-  if constexpr (kAligned) {
-    if (policy.cluster == 1)
-      return launch(&ada_norm_forward_kernel<T, kMost, 1, kResidual, true, false>);
-  }
-  return launch(&ada_norm_forward_kernel<T, kMost, 1, kResidual, kAligned, true>);
-}
-
 int tensors_read(const AdaNormBackward& p) {
   return 2 + (p.grad_new_residual != nullptr) + (p.x != nullptr);
 }
@@ -1192,20 +998,19 @@ namespace gpu {
 
 const char* ada_norm_forward(const AdaNormForward& given, int device, void* raw_stream) {
   const gpuStream stream = static_cast<gpuStream>(raw_stream);
-  AdaNormForward p = given;
-  float scale_offset = 1.0f;
+  AdaNormParams p{given, 1.0f};
   if (p.scale.data == nullptr && p.shift.data == nullptr) {
-    // Weight and bias take the place of scale and shift, whose loads are under way first.
     p.scale = {p.weight.data, 0, 1, p.weight.dtype};
     p.shift = {p.bias.data, 0, 1, p.bias.dtype};
     p.weight.data = p.bias.data = nullptr;
-    if (p.scale.data != nullptr) scale_offset = 0.0f;
+    if (p.scale.data != nullptr) p.scale_offset = 0.0f;
   }
   return message_of(dispatch_dtype(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return with_bool(p.residual != nullptr, [&](auto residual) {
       return with_bool(is_aligned(p), [&](auto aligned) {
-        return launch_forward<T, residual, aligned>(p, scale_offset, device, stream);
+        const RowPolicy policy = ada_norm_forward_policy(device_info(device), aligned, p);
+        return launch_row_forward<AdaNormOp<T, residual>, aligned>(p, policy, stream);
       });
     });
   }));

@@ -7,6 +7,7 @@
 #include "common/alignment.h"
 #include "common/launch_policy.h"
 #include "norm/ada_norm.h"
+#include "norm/row_forward_policy.h"
 
 namespace fuselage {
 
@@ -43,50 +44,9 @@ inline bool is_aligned(const AdaNormBackward& p) {
 
 constexpr int kAdaNormThreads = 512;  // of a block, at most
 
-// The most vectors of a row in a thread of the forward: of x, or of x and residual.
-constexpr int ada_norm_vectors(bool residual) { return residual ? 2 : 4; }
-
-// Threads for which a multiprocessor has registers in the aligned forward kernels of one row a thread.
-constexpr int kAdaNormResidentThreads = 1024;
-
-// How many vectors a thread has does not change the order of a row's sum (row_sum_of_vectors), so it may
-// depend on the number of rows.
 inline RowPolicy ada_norm_forward_policy(const DeviceInfo& device, bool aligned,
                                          const AdaNormForward& p) {
-  const int64_t count = ceil_div(p.dim, 16 / dtype_size(p.dtype));
-  const int most_vectors = ada_norm_vectors(p.residual != nullptr);
-  RowPolicy policy{most_vectors, 1, 0, 1, 1, false};
-  const int64_t block_vectors = int64_t{kAdaNormThreads} * most_vectors;
-  // Half of them, so that two blocks or more fit on a multiprocessor: one loads while the other adds up.
-  if (count > block_vectors) policy.cluster = cluster_for(device, count, block_vectors / 2);
-  const int64_t block_count = ceil_div(count, policy.cluster);
-  policy.streamed = block_count > block_vectors;
-  if (policy.streamed) {
-    policy.cluster = 1;
-    policy.threads_per_row = kAdaNormThreads;
-    return policy;
-  }
-  // Where all rows are on the GPU at once, time is latency: as many threads to a row as there is room for.
-  const int64_t threads = threads_for(count, 1);
-  const bool all_resident =
-      threads <= kAdaNormThreads &&
-      p.rows * threads <= int64_t{device.multiprocessors} * kAdaNormResidentThreads;
-  const bool several_rows = aligned && p.residual == nullptr && !all_resident;
-  if (count <= kWarpSize) {
-    policy.vectors = 1;
-    if (several_rows) policy.rows_per_thread = 4;
-  } else if (aligned && all_resident) {
-    policy.vectors = 1;
-    policy.cluster = 1;
-  } else if (several_rows && count <= 2 * kWarpSize) {
-    policy.vectors = 2;
-    policy.rows_per_thread = 2;
-  }
-  policy.threads_per_row = threads_for(ceil_div(count, policy.cluster), policy.vectors);
-  // A thread's vectors lie a warp apart.
-  if (policy.vectors > 1) policy.threads_per_row = std::max(policy.threads_per_row, kWarpSize);
-  if (policy.threads_per_row <= kWarpSize) policy.rows_per_block = 128 / policy.threads_per_row;
-  return policy;
+  return row_forward_policy(device, {p.rows, p.dim, dtype_size(p.dtype), aligned});
 }
 
 // Columns of a row in a thread of the backward, which keeps their sums (up to three a column) in registers.

@@ -1,8 +1,6 @@
 // rms_norm and fused_add_rms_norm on the GPU (formulas: norm/rms_norm.h).
 //
-// Forward: the threads of one row hold it in registers, so it is read once. Loads are 16 bytes wide and all
-// issued before the first use. Short rows share a block; long rows are cut over the blocks of a cluster,
-// which exchange their sums through distributed shared memory.
+// Forward: norm/row_forward.h, of the operator RmsNormOp.
 //
 // Backward: a persistent grid. The next rows are copied into shared memory while the current one is worked on:
 // whole rows by one thread where the GPU has bulk copies, otherwise each thread's columns by itself (neither
@@ -12,11 +10,11 @@
 // Rows too long for either (no clusters, or beyond what eight blocks hold) are streamed: read twice.
 //
 // A thread has vectors of N elements, 16 bytes of x. With kAligned every row of every tensor starts
-// and ends on a 16-byte boundary; without, rows may start anywhere, and pass through shared memory
-// both ways (common/staged.h), as do all of which the output has another type than x: that is too
-// rare for kernels of its own. Which thread has which columns, and so the order of every sum, is
-// the same, but for a backward whose unaligned rows fill the shared memory: a block then has fewer
-// of them, or a row more blocks (docs/design-decisions.md).
+// and ends on a 16-byte boundary; without, rows may start anywhere, and in the backward pass through
+// shared memory both ways (common/staged.h). Rows of which the output has another type than x go
+// the way of unaligned ones: they are too rare for kernels of their own. Which thread has which
+// columns, and so the order of every sum, is the same, but for a backward whose unaligned rows fill
+// the shared memory: a block then has fewer of them, or a row more blocks (docs/design-decisions.md).
 #include "norm/rms_norm.h"
 
 #include <type_traits>
@@ -26,6 +24,7 @@
 #include "common/staged.h"
 #include "common/vector.h"
 #include "norm/rms_norm_policy.h"
+#include "norm/row_forward.h"
 
 namespace fuselage {
 namespace {
@@ -69,272 +68,121 @@ __device__ __forceinline__ void weight_factors(const Vector<T, N>& packed, const
   for (int k = 0; k < N; ++k) factors[k] += offset;
 }
 
-// s = x, or the rounded sum of x and residual.
-template <typename T, int N>
-__device__ __forceinline__ Vector<T, N> add(const Vector<T, N>& x, const Vector<T, N>& residual) {
-  float a[N], b[N];
-  x.to_floats(a);
-  residual.to_floats(b);
-#pragma unroll
-  for (int k = 0; k < N; ++k) a[k] += b[k];
-  return Vector<T, N>::from_floats(a);
-}
-
-// out = s * rstd * factors, with the intermediate rounding that `cast_before_weight` asks for.
-template <typename T, typename O, int N>
-__device__ __forceinline__ Vector<O, N> scale(const Vector<T, N>& s, float rstd,
-                                              const float (&factors)[N], bool cast_before_weight) {
-  float values[N];
-  s.to_floats(values);
-#pragma unroll
-  for (int k = 0; k < N; ++k) values[k] *= rstd;
-  if (cast_before_weight) round_all<T>(values);
-#pragma unroll
-  for (int k = 0; k < N; ++k) values[k] *= factors[k];
-  return Vector<O, N>::from_floats(values);
-}
-
-template <typename T, int N>
-__device__ __forceinline__ float sum_of_squares(const Vector<T, N>& s) {
-  float values[N], sum = 0.0f;
-  s.to_floats(values);
-#pragma unroll
-  for (int k = 0; k < N; ++k) sum += values[k] * values[k];
-  return sum;
-}
-
 // ---- forward ----
 
-// The unaligned rows of a block in shared memory: one tile where they lie behind each other in global memory,
-// otherwise each by itself.
-template <typename U>
-struct StagedRows {
-  char* staged;
-  U* global;
-  int count, thread, threads;  // of the copy that this thread has a part in
-  char* row;                   // this thread's row
-
-  // `tensor` starts at the block's first row and column; a row has `columns` here, of `rows` rows.
-  __device__ __forceinline__ StagedRows(char* memory, U* tensor, int64_t stride, int columns,
-                                        int rows, int row_bytes)
-      : staged(memory), global(tensor) {
-    if (stride == columns) {
-      count = rows * columns;
-      thread = threadIdx.y * blockDim.x + threadIdx.x;
-      threads = blockDim.x * blockDim.y;
-      row = memory + bytes_behind_boundary(global) +
-            static_cast<int>(threadIdx.y) * columns * static_cast<int>(sizeof(U));
-    } else {
-      staged += threadIdx.y * row_bytes;
-      global += threadIdx.y * stride;
-      count = static_cast<int>(threadIdx.y) < rows ? columns : 0;
-      thread = threadIdx.x;
-      threads = blockDim.x;
-      row = staged + bytes_behind_boundary(global);
-    }
-  }
-  __device__ __forceinline__ void in() const { stage_in(staged, global, count, thread, threads); }
-  __device__ __forceinline__ void out() const { stage_out(staged, global, count, thread, threads); }
-};
-
-// Grid: x over blocks of rows_per_block * kRows rows (times the cluster). Block: (threads_per_row,
-// rows_per_block). `blocks_in_cluster` counts with kClusters alone.
-//
-// The launch bounds leave 56 registers to the plain aligned kernel, so that three blocks of 384 threads fit on
-// a multiprocessor: on an H200 (5461, 12288) bfloat16 then takes 67.8 us, with two blocks 75.2.
-template <typename T, typename O, int kVectors, int kRows, bool kResidual, bool kAligned,
-          bool kClusters>
-__global__ void __launch_bounds__(kAligned && !kResidual ? 576 : kMaxThreads,
-                                  kAligned&& kResidual ? 1 : 2)
-    rms_norm_forward_kernel(const RmsNormForward p, const int blocks_in_cluster) {
-  static_assert(kAligned || kRows == 1, "unaligned rows are staged one a thread");
-  if constexpr (kAligned && kClusters && !kCompilesClusters) return;
-  const int cluster = kClusters && kCompilesClusters ? blocks_in_cluster : 1;
-  constexpr int N = 16 / sizeof(T);
-  constexpr int kStep = kWarpSize * N;  // columns between a thread's vectors
-  __shared__ RowSumScratch<kRows> scratch[1];
-  extern __shared__ __align__(128) uint4 dynamic_memory[];
-  const int dim = static_cast<int>(p.dim);
-  const int slice = blockDim.x * kVectors * N;  // columns of a row that a block has
-  const int slice_start = cluster > 1 ? cluster_rank() * slice : 0;
-  const int row_block = cluster > 1 ? blockIdx.x / cluster : blockIdx.x;
-  const int lane = threadIdx.x % kWarpSize;
-  const int first_column =
-      slice_start + static_cast<int>(threadIdx.x) / kWarpSize * kVectors * kStep + lane * N;
-  const int64_t block_row = int64_t{row_block} * blockDim.y * kRows;
-  const int64_t first_row = block_row + threadIdx.y * kRows;
-  const T* x = static_cast<const T*>(p.x) + first_row * p.x_stride + first_column;
-  const T* residual =
-      static_cast<const T*>(p.residual) + first_row * p.residual_stride + first_column;
-  O* out = static_cast<O*>(p.out) + first_row * p.out_stride + first_column;
-  T* new_residual =
-      static_cast<T*>(p.new_residual) + first_row * p.new_residual_stride + first_column;
-  // Rows behind the last are empty.
-  const auto inside = [&](int i, int j) {
-    return first_row + i < p.rows && first_column + j * kStep < dim;
-  };
-
-  row_sum_start(cluster, scratch);
-
-  // Start to load everything this thread works on.
-  constexpr int kResidualRows = kResidual ? kRows : 1;
-  Vector<T, N> s[kRows][kVectors], residuals[kResidualRows][kVectors], weights[kVectors];
-  const int columns = min(dim - slice_start, slice);
-  const int row_bytes = staged_bytes(columns, sizeof(O) > sizeof(T) ? sizeof(O) : sizeof(T));
-  const int residual_row_bytes = staged_bytes(columns, sizeof(T));
-  char* memory = reinterpret_cast<char*>(dynamic_memory);
-  const auto staged_rows = [&](auto* tensor, int64_t stride, int index) {
-    return StagedRows<std::remove_pointer_t<decltype(tensor)>>(
-        memory + index * static_cast<int>(blockDim.y) * row_bytes,
-        tensor + block_row * stride + slice_start, stride, columns,
-        static_cast<int>(min(p.rows - block_row, int64_t{blockDim.y})),
-        index == 0 ? row_bytes : residual_row_bytes);
-  };
-  if constexpr (kAligned) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        s[i][j] = Vector<T, N>::zero();
-        if (inside(i, j)) s[i][j] = Vector<T, N>::load(x + i * p.x_stride + j * kStep);
-        if constexpr (kResidual) {
-          residuals[i][j] = Vector<T, N>::zero();
-          if (inside(i, j))
-            residuals[i][j] = Vector<T, N>::load(residual + i * p.residual_stride + j * kStep);
-        }
-      }
-    }
-  } else {
-    staged_rows(static_cast<const T*>(p.x), p.x_stride, 0).in();
-    if constexpr (kResidual)
-      staged_rows(static_cast<const T*>(p.residual), p.residual_stride, 1).in();
-    async_copy_commit();
-  }
-  if (weight_is_packed<T>(p.weight, p.weight_dtype)) {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j)
-      weights[j] =
-          load_weight<kAligned, N>(static_cast<const T*>(p.weight), first_column + j * kStep, dim);
-  }
-  // Of a staged row: where this thread's vector j is, and how much of it.
-  const auto local = [&](int j) {
-    return (first_column - slice_start + j * kStep) * static_cast<int>(sizeof(T));
-  };
-  const auto left = [&](int j) {
-    return first_row < p.rows ? slice_start + columns - first_column - j * kStep : 0;
-  };
-  if constexpr (!kAligned) {
-    async_copy_wait(0);
-    __syncthreads();
-    const char* x_row = staged_rows(static_cast<const T*>(p.x), p.x_stride, 0).row;
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) s[0][j] = load_staged<T, N>(x_row + local(j), left(j));
-    if constexpr (kResidual) {
-      const char* residual_row =
-          staged_rows(static_cast<const T*>(p.residual), p.residual_stride, 1).row;
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j)
-        residuals[0][j] = load_staged<T, N>(residual_row + local(j), left(j));
-    }
-  }
-
-  // Row statistics.
-  float squares[kRows][kVectors], sums[kRows];
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      if constexpr (kResidual) s[i][j] = add(s[i][j], residuals[i][j]);
-      squares[i][j] = sum_of_squares(s[i][j]);
-    }
-  }
-  row_sum_end(cluster);
-  row_sum_of_vectors<false>(squares, sums, cluster, scratch, 0);
-  // NOTE: what is staged is written over below. A row within a warp has had no barrier in its sum.
-  if (!kAligned && blockDim.x <= kWarpSize) __syncthreads();
-
-  // Write the results.
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const float rstd = reciprocal_sqrt(sums[i] / static_cast<float>(dim) + p.eps);
-    if (p.rstd != nullptr && first_column == 0 && first_row + i < p.rows)
-      p.rstd[first_row + i] = rstd;
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      float factors[N];
-      weight_factors<kAligned>(weights[j], p.weight, p.weight_dtype, p.weight_offset,
-                               first_column + j * kStep, dim, factors);
-      const auto result = scale<T, O>(s[i][j], rstd, factors, p.cast_before_weight);
-      if constexpr (kAligned) {
-        if (!inside(i, j)) continue;
-        if constexpr (kResidual)
-          s[i][j].store(new_residual + i * p.new_residual_stride + j * kStep);
-        result.store(out + i * p.out_stride + j * kStep);
-      } else {
-        char* out_row = staged_rows(static_cast<O*>(p.out), p.out_stride, 0).row;
-        store_staged(result, out_row + local(j) / sizeof(T) * sizeof(O), left(j));
-        if constexpr (kResidual) {
-          char* row = staged_rows(static_cast<T*>(p.new_residual), p.new_residual_stride, 1).row;
-          store_staged(s[i][j], row + local(j), left(j));
-        }
-      }
-    }
-  }
-  if constexpr (!kAligned) {
-    __syncthreads();
-    staged_rows(static_cast<O*>(p.out), p.out_stride, 0).out();
-    if constexpr (kResidual)
-      staged_rows(static_cast<T*>(p.new_residual), p.new_residual_stride, 1).out();
-  }
-}
-
-// Rows of any length and alignment, one a block, read twice: the second time mostly from L2.
 template <typename T, typename O, bool kResidual>
-__global__ void __launch_bounds__(kMaxThreads)
-    rms_norm_forward_streamed_kernel(const RmsNormForward p) {
-  constexpr bool kAligned = false;
-  constexpr int N = 16 / sizeof(T);
-  __shared__ RowSumScratch<1> scratch[1];
-  const int64_t row = blockIdx.x;
-  // NOTE: x and out, and residual and new_residual, may be the same memory. Every element is read, and
-  // read again, by the thread that writes it.
-  const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
-  const T* residual = static_cast<const T*>(p.residual) + row * p.residual_stride;
-  T* new_residual = static_cast<T*>(p.new_residual) + row * p.new_residual_stride;
-  O* out = static_cast<O*>(p.out) + row * p.out_stride;
-  const int dim = static_cast<int>(p.dim);
-  const int step = blockDim.x * N;
+struct RmsNormOp {
+  using Params = RmsNormForward;
+  using In = T;
+  using Out = O;
+  static constexpr int N = 16 / sizeof(T);
+  static constexpr bool kCentres = false, kRest = false;
+  static constexpr int kSums = 1, kShared = 1;
+  static constexpr bool kWritesSum = kResidual;
 
-  float sum[1] = {0.0f};
-#pragma unroll 1
-  for (int start = 0; start < dim; start += step) {
-    const int column = start + threadIdx.x * N;
-    Vector<T, N> s = load<kAligned, N>(x, column, dim);
-    if constexpr (kResidual) {
-      s = add(s, load<kAligned, N>(residual, column, dim));
-      store<kAligned>(s, new_residual, column, dim, column < dim);
+  // Launch bounds. 56 registers for the plain aligned kernels, so that three blocks of 384 threads fit on a
+  // multiprocessor: on an H200 (5461, 12288) bfloat16 then takes 67.8 us, with two blocks 75.2.
+  static constexpr int threads(bool aligned, bool clusters) {
+    return aligned && !kResidual && !clusters ? 576 : kForwardThreads;
+  }
+  static constexpr int blocks(bool aligned, bool) { return aligned && kResidual ? 1 : 2; }
+  static constexpr int short_blocks(bool aligned) { return !aligned ? 5 : kResidual ? 7 : 9; }
+  static constexpr bool early(int, bool aligned) { return aligned || !kResidual; }
+
+  static __device__ __forceinline__ bool shares_columns(const Params&) { return true; }
+  static __device__ __forceinline__ T* sum_row(const Params& p, int64_t row) {
+    return static_cast<T*>(p.new_residual) + row * p.new_residual_stride;
+  }
+  static __device__ __forceinline__ O* out_row(const Params& p, int64_t row) {
+    return static_cast<O*>(p.out) + row * p.out_stride;
+  }
+
+  // s = x, or the rounded sum of x and residual.
+  template <int kVectors, bool kAligned>
+  struct Inputs {
+    RowLoading<T, kVectors, kAligned> x, residual;
+
+    __device__ __forceinline__ void start(const Params& p, int64_t row, int column, int left) {
+      x.start(static_cast<const T*>(p.x) + row * p.x_stride + column, left);
+      if constexpr (kResidual)
+        residual.start(static_cast<const T*>(p.residual) + row * p.residual_stride + column, left);
     }
-    sum[0] += sum_of_squares(s);
-  }
-  // NOTE: unaligned, a thread's columns may have been written by its neighbours: row_sum has a barrier.
-  row_sum<false>(sum, 1, scratch, 0);
-  const float rstd = reciprocal_sqrt(sum[0] / static_cast<float>(dim) + p.eps);
-  if (p.rstd != nullptr && threadIdx.x == 0) p.rstd[row] = rstd;
+    __device__ __forceinline__ Vector<T, N> finish(const Params&, int64_t, int, int j) const {
+      if constexpr (!kResidual) return x.finish(j);
+      float a[N], b[N];
+      x.finish(j).to_floats(a);
+      residual.finish(j).to_floats(b);
+#pragma unroll
+      for (int k = 0; k < N; ++k) a[k] += b[k];
+      return Vector<T, N>::from_floats(a);
+    }
+  };
 
-#pragma unroll 1
-  for (int start = 0; start < dim; start += step) {
-    const int column = start + threadIdx.x * N;
-    const Vector<T, N> s = load<kAligned, N>(kResidual ? new_residual : x, column, dim);
-    Vector<T, N> weight;
-    if (weight_is_packed<T>(p.weight, p.weight_dtype))
-      weight = load_weight<kAligned, N>(static_cast<const T*>(p.weight), column, dim);
-    float factors[N];
-    weight_factors<kAligned>(weight, p.weight, p.weight_dtype, p.weight_offset, column, dim,
-                             factors);
-    store<kAligned>(scale<T, O>(s, rstd, factors, p.cast_before_weight), out, column, dim,
-                    column < dim);
+  static __device__ __forceinline__ void sums_of(const Vector<T, N>& s, float (&sums)[1]) {
+    sums[0] = sum_of_squares(s);
   }
-}
+
+  struct Stats {
+    float rstd;
+
+    __device__ __forceinline__ explicit Stats(float rstd_) : rstd(rstd_) {}
+    __device__ __forceinline__ Stats(const Params& p, const float (&sums)[1])
+        : rstd(reciprocal_sqrt(sums[0] / static_cast<float>(static_cast<int>(p.dim)) + p.eps)) {}
+    __device__ __forceinline__ void save(const Params& p, int64_t row) const {
+      if (p.rstd != nullptr) p.rstd[row] = rstd;
+    }
+    __device__ __forceinline__ Stats from(int lane, int width) const {
+      return Stats(shuffle_from(rstd, lane, width));
+    }
+  };
+
+  // out = s * rstd * (offset + weight), with the rounding between that `cast_before_weight` asks for. A weight of type
+  // W, or none.
+  template <typename W, bool kAligned>
+  struct Columns {
+    using Loaded = Vector<W, N>;
+    static constexpr int kAhead = 0;
+    const W* weight;
+    float offset;
+    bool cast_before_weight;
+
+    // Of W = T.
+    static __device__ __forceinline__ bool fits(const Params& p) {
+      return sizeof(T) == sizeof(float) || p.weight == nullptr || p.weight_dtype != DType::float32;
+    }
+    __device__ __forceinline__ Columns(const Params& p, int64_t)
+        : weight(static_cast<const W*>(p.weight)),
+          offset(weight == nullptr ? 1.0f : p.weight_offset),
+          cast_before_weight(p.cast_before_weight) {}
+    __device__ __forceinline__ Loaded load(int column, int dim) const {
+      if (weight == nullptr || column >= dim) return Loaded::zero();
+      return load_columns<kAligned, N>(weight, column, dim);
+    }
+    __device__ __forceinline__ Vector<O, N> map(const Vector<T, N>& s, const Stats& stats,
+                                                const Loaded& loaded) const {
+      float values[N], factors[N];
+      s.to_floats(values);
+      loaded.to_floats(factors);
+#pragma unroll
+      for (int k = 0; k < N; ++k) values[k] *= stats.rstd;
+      if (cast_before_weight) round_all<T>(values);
+#pragma unroll
+      for (int k = 0; k < N; ++k) values[k] *= offset + factors[k];
+      return Vector<O, N>::from_floats(values);
+    }
+  };
+  template <bool kAligned>
+  using PackedColumns = Columns<T, kAligned>;
+
+  template <bool kAligned, typename F>
+  static __device__ __forceinline__ void with_columns(const Params& p, F&& f) {
+    if (sizeof(T) != sizeof(float) && p.weight != nullptr && p.weight_dtype == DType::float32) {
+      f(ColumnsTag<Columns<float, kAligned>>{});
+    } else {
+      f(ColumnsTag<Columns<T, kAligned>>{});
+    }
+  }
+};
 
 // ---- backward ----
 
@@ -938,34 +786,8 @@ BackwardPolicy policy_of(const RmsNormBackward& p, int device) {
 
 template <typename T, typename O, bool kResidual, bool kAligned>
 gpuError launch_forward(const RmsNormForward& p, int device, gpuStream stream) {
-  const ForwardPolicy chosen = rms_norm_forward_policy(device_info(device), kAligned, p);
-  const RowPolicy& policy = chosen.row;
-  if (policy.streamed) {
-    return gpu_launch(&rms_norm_forward_streamed_kernel<T, O, kResidual>, dim3(p.rows),
-                      dim3(policy.threads_per_row), 0, 1, stream, p);
-  }
-  const auto launch = [&](auto kernel) {
-    const int64_t rows_per_block = int64_t{policy.rows_per_block} * policy.rows_per_thread;
-    const dim3 grid(ceil_div(p.rows, rows_per_block) * policy.cluster);
-    const dim3 block(policy.threads_per_row, policy.rows_per_block);
-    return gpu_launch(kernel, grid, block, chosen.shared_bytes, policy.cluster, stream, p,
-                      policy.cluster);
-  };
-  if constexpr (kAligned) {
-    switch (10 * policy.vectors + policy.rows_per_thread) {
-      case 11: return launch(&rms_norm_forward_kernel<T, O, 1, 1, kResidual, true, false>);
-      case 14: return launch(&rms_norm_forward_kernel<T, O, 1, 4, kResidual, true, false>);
-      case 21: return launch(&rms_norm_forward_kernel<T, O, 2, 1, kResidual, true, false>);
-      case 22: return launch(&rms_norm_forward_kernel<T, O, 2, 2, kResidual, true, false>);
-    }
-    return with_bool(policy.cluster > 1, [&](auto clusters) {
-      return launch(&rms_norm_forward_kernel<T, O, 4, 1, kResidual, true, clusters>);
-    });
-  } else {
-    if (policy.vectors == 1)
-      return launch(&rms_norm_forward_kernel<T, O, 1, 1, kResidual, false, false>);
-    return launch(&rms_norm_forward_kernel<T, O, 4, 1, kResidual, false, true>);
-  }
+  const RowPolicy policy = rms_norm_forward_policy(device_info(device), kAligned, p);
+  return launch_row_forward<RmsNormOp<T, O, kResidual>, kAligned>(p, policy, stream);
 }
 
 // `kVectors` is the most that the policy gives; halves of it are what else it may give, but for

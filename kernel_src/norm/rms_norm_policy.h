@@ -6,6 +6,7 @@
 #include "common/alignment.h"
 #include "common/launch_policy.h"
 #include "norm/rms_norm.h"
+#include "norm/row_forward_policy.h"
 
 namespace fuselage {
 
@@ -34,82 +35,9 @@ inline bool has_aligned_kernel(const Params& p) {
 
 constexpr int kMaxThreads = 512;  // as the kernels' launch bounds
 
-// The most vectors of a row that a block of the forward holds.
-constexpr int64_t kForwardBlockVectors = 4 * kMaxThreads;
-
-// Threads for which a multiprocessor has registers in every forward kernel.
-constexpr int kResidentThreads = 1024;
-
-// Of the kernels' own arrays.
-constexpr int kForwardArrayBytes = 1024;
-
-// Of rows that are not aligned, x and residual pass through shared memory, and what is written after them.
-struct ForwardPolicy {
-  RowPolicy row;
-  int shared_bytes;  // dynamic shared memory of a block
-};
-
-// Shared memory of a row of so many columns: x and then out, residual and then new_residual.
-constexpr int forward_staged_bytes(int columns, int x_size, int out_size, bool residual) {
-  return staged_bytes(columns, x_size > out_size ? x_size : out_size) +
-         (residual ? staged_bytes(columns, x_size) : 0);
-}
-
-// How many vectors a thread has does not change the order of a row's sum (row_sum_of_vectors), so it may
-// depend on the number of rows.
-inline RowPolicy rms_norm_forward_rows(const DeviceInfo& device, bool aligned, int element_size,
-                                       int64_t rows, int64_t dim) {
-  const int64_t count = ceil_div(dim, 16 / element_size);
-  RowPolicy policy{4, 1, 0, 1, 1, false};
-  if (count > kForwardBlockVectors)
-    policy.cluster = cluster_for(device, count, kForwardBlockVectors / 2);
-  const int64_t block_count = ceil_div(count, policy.cluster);
-  policy.streamed = block_count > kForwardBlockVectors;
-  if (policy.streamed) {
-    policy.cluster = 1;
-    policy.threads_per_row = kMaxThreads;
-    return policy;
-  }
-  // Where all rows are on the GPU at once, time is latency: as many threads to a row as there is room for.
-  const auto all_resident = [&](int vectors) {
-    const int64_t threads = threads_for(count, vectors);
-    return threads <= kMaxThreads && rows * threads <= device.multiprocessors * kResidentThreads;
-  };
-  // Elsewhere four 16-byte loads in flight a thread fill the memory pipeline at the occupancy these kernels
-  // have. Short rows get there by taking several rows a thread.
-  if (!aligned) {
-    if (count <= kWarpSize) policy.vectors = 1;
-  } else if (all_resident(1)) {
-    policy.vectors = 1;
-  } else if (count <= kWarpSize) {
-    policy.vectors = 1;
-    policy.rows_per_thread = 4;
-  } else if (all_resident(2)) {
-    policy.vectors = 2;
-  } else if (count <= 2 * kWarpSize) {
-    policy.vectors = 2;
-    policy.rows_per_thread = 2;
-  }
-  policy.threads_per_row = threads_for(block_count, policy.vectors);
-  // A thread's vectors lie a warp apart.
-  if (policy.vectors > 1) policy.threads_per_row = std::max(policy.threads_per_row, kWarpSize);
-  if (policy.threads_per_row <= kWarpSize) policy.rows_per_block = 128 / policy.threads_per_row;
-  return policy;
-}
-
-inline ForwardPolicy rms_norm_forward_policy(const DeviceInfo& device, bool aligned,
-                                             const RmsNormForward& p) {
-  const int x_size = dtype_size(p.x_dtype);
-  ForwardPolicy policy{rms_norm_forward_rows(device, aligned, x_size, p.rows, p.dim), 0};
-  if (aligned || policy.row.streamed) return policy;
-  const int64_t columns = int64_t{policy.row.threads_per_row} * policy.row.vectors * (16 / x_size);
-  policy.shared_bytes = policy.row.rows_per_block *
-                        forward_staged_bytes(static_cast<int>(std::min(p.dim, columns)), x_size,
-                                             dtype_size(p.out_dtype), p.residual != nullptr);
-  // Where shared memory is small, the longest rows do not fit.
-  if (policy.shared_bytes + kForwardArrayBytes > device.max_shared_memory)
-    policy = {{4, 1, kMaxThreads, 1, 1, true}, 0};
-  return policy;
+inline RowPolicy rms_norm_forward_policy(const DeviceInfo& device, bool aligned,
+                                         const RmsNormForward& p) {
+  return row_forward_policy(device, {p.rows, p.dim, dtype_size(p.x_dtype), aligned});
 }
 
 // A thread of the backward accumulates the weight gradient of its columns in registers.

@@ -1,0 +1,326 @@
+// The forward of row operators: one kernel, and one for rows that no block or cluster holds.
+//
+//   s     = what the inputs of a row are combined to
+//   stats = of sums over the row
+//   out   = a function of s, the stats, and values of the columns
+//
+// rms_norm, fused_add_rms_norm (rms_norm.cu), layer_norm, ada_layer_norm, ada_rms_norm and
+// gate_residual_ada_norm (ada_norm.cu) say what differs in a struct, Op:
+//
+//   Params                what the kernel is given: raw pointers, sizes, strides
+//   In, Out               element types of the inputs and of out; a vector is 16 bytes of In
+//   Inputs                start() issues the loads of a row, finish(j) combines vector j to s
+//   kWritesSum, sum_row   whether s is a result, too, and where it goes
+//   kSums, sums_of        what is summed of a vector; where kCentres and centred(p), its moments
+//                         instead (norm/row_reduce.h; kRest and kShared, too)
+//   Stats                 of a row: made of its sums, saved, sent to other lanes
+//   with_columns(p, f)    calls f with the type of what reads the values of columns in this call:
+//     Columns(p, row)       .load(column, dim) -> Loaded, kAhead vectors ahead of their use;
+//                           .map(s, stats, Loaded) -> a vector of out
+//   PackedColumns         of In's type: where early(), they are loaded with the row
+//   shares_columns(p)     whether rows have the same
+//   threads, blocks, short_blocks   launch bounds, by which a kernel gets its registers
+//
+// Threads, rows and clusters. Grid: x over blocks of rows_per_block * kRows rows (times the
+// cluster). Block: (threads_per_row, rows_per_block).
+//
+//   short rows                   one row a block           long rows, over a cluster
+//   .------------------------.   .---------------------.   .---------. .---------. .---------.
+//   | lanes 0-15:  rows 0-3  |   | warp 0 | warp 1 | ..|   | block 0 | | block 1 | | block 2 |
+//   | lanes 16-31: rows 4-7  |   '---------------------'   '---------' '---------' '---------'
+//   '------------------------'   sums meet in shared       and are sent to all blocks
+//                                memory                    (DSMEM, mbarrier)
+//
+// A thread has kVectors vectors of each of kRows rows, which it holds in registers, so that a row
+// is read once. All loads are issued before the first use, with those of the columns where there
+// are registers for them. Several blocks fit on a multiprocessor: some load while others add up.
+// There is one barrier, in the reduction; rows within a warp have none.
+//
+// Rows that start anywhere are put together in registers (common/row_vectors.h): nothing else
+// differs.
+#pragma once
+
+#include <type_traits>
+
+#include "common/dispatch.h"
+#include "common/row_vectors.h"
+#include "norm/row_forward_policy.h"
+#include "norm/row_reduce.h"
+
+namespace fuselage {
+
+// A type of columns to hand over.
+template <typename Columns>
+struct ColumnsTag {
+  using type = Columns;
+};
+
+// Units past the row's end need no work, of which some operators have more than memory takes time
+// for. NOTE: the same for all lanes of a warp.
+template <typename Op, bool kAligned>
+__device__ __forceinline__ bool is_empty(int warp_start, int j, int step, int dim) {
+  return (!kAligned || Op::kCentres) && j > 0 && warp_start + j * step >= dim;
+}
+
+// The stats of a thread's rows: of the one that this lane looks after (RowTree).
+template <typename Op, bool kAligned, int kRows, int kVectors, int N, typename Scratch>
+__device__ __forceinline__ typename Op::Stats stats_of_rows(
+    const typename Op::Params& p, Vector<typename Op::In, N> (&s)[kRows][kVectors],
+    const RowPart& part, int first_column, int cluster, Scratch& scratch) {
+  constexpr int kItems = kRows * kVectors, kStep = kWarpSize * N;
+  if constexpr (Op::kCentres) {
+    if (Op::centred(p)) {
+      Moments<Op::kRest> moments[kItems];
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        const int j = i % kVectors;
+        moments[i] = {0.0f, 0.0f, 0.0f};
+        if (is_empty<Op, kAligned>(part.warp_start, j, kStep, part.dim)) continue;
+        float values[N];
+        s[i / kVectors][j].to_floats(values);
+        moments[i] = Moments<Op::kRest>::template of_vector<kAligned>(
+            values, part.count(first_column + j * kStep, N));
+        Op::forget_floats(s[i / kVectors][j]);
+      }
+      return typename Op::Stats(
+          p, reduce_row<kAligned, kRows, kVectors, N>(moments, part, cluster, scratch));
+    }
+  }
+  float items[kItems][Op::kSums], sums[Op::kSums];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) Op::sums_of(s[i / kVectors][i % kVectors], items[i]);
+  reduce_row<kRows, kVectors, N>(items, sums, cluster, scratch);
+  return typename Op::Stats(p, sums);
+}
+
+template <typename Op, int kVectors, int kRows, bool kAligned, bool kClusters>
+__global__ void __launch_bounds__(kRows > 1 ? kForwardShortThreads
+                                            : Op::threads(kAligned, kClusters),
+                                  kRows > 1 ? Op::short_blocks(kAligned)
+                                            : Op::blocks(kAligned, kClusters))
+    row_forward_kernel(const typename Op::Params p, const int blocks_in_cluster) {
+  using T = typename Op::In;
+  using O = typename Op::Out;
+  using Stats = typename Op::Stats;
+  constexpr int N = 16 / sizeof(T);
+  constexpr int kStep = kWarpSize * N;  // columns between a thread's vectors
+  constexpr int kItems = kRows * kVectors;
+  if constexpr (kAligned && kClusters && !kCompilesClusters) return;
+  const int cluster = kClusters && kCompilesClusters ? blocks_in_cluster : 1;
+  __shared__ RowSumScratch<Op::kShared> scratch[1];
+
+  const int dim = static_cast<int>(p.dim);
+  const int slice = blockDim.x * kVectors * N;  // columns of a row that a block has
+  const int slice_start = cluster > 1 ? cluster_rank() * slice : 0;
+  const int row_block = cluster > 1 ? blockIdx.x / cluster : blockIdx.x;
+  const int warp_start = slice_start + static_cast<int>(threadIdx.x / kWarpSize) * kVectors * kStep;
+  const int first_column = warp_start + static_cast<int>(threadIdx.x % kWarpSize) * N;
+  const int64_t first_row = (int64_t{row_block} * blockDim.y + threadIdx.y) * kRows;
+  // Rows past the last are empty; what is looked up for them is looked up for the last.
+  const auto left_of = [&](int i) { return first_row + i < p.rows ? dim - first_column : -N; };
+  const auto row_of = [&](int i) { return min(first_row + i, p.rows - 1); };
+  const auto column_of = [&](int j) { return first_column + j * kStep; };
+  row_sum_start(cluster, scratch);
+
+  // Start to load everything this thread works on.
+  typename Op::template Inputs<kVectors, kAligned> inputs[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) inputs[i].start(p, first_row + i, first_column, left_of(i));
+  using Packed = typename Op::template PackedColumns<kAligned>;
+  constexpr bool kEarly = Op::early(kVectors, kAligned);
+  typename Packed::Loaded packed[kEarly ? kVectors : 1];
+  if (kEarly && Packed::fits(p)) {
+    const Packed columns(p, row_of(0));
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) packed[j] = columns.load(column_of(j), dim);
+  }
+
+  // Combine them.
+  Vector<T, N> s[kRows][kVectors];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    RowStoring<T, N, kVectors, kAligned> storing(Op::sum_row(p, first_row + i) + first_column,
+                                                 left_of(i));
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      s[i][j] = Vector<T, N>::zero();
+      if (is_empty<Op, kAligned>(warp_start, j, kStep, dim)) continue;
+      s[i][j] = inputs[i].finish(p, row_of(i), column_of(j), j);
+      if constexpr (Op::kWritesSum) storing.put(j, s[i][j]);
+    }
+  }
+  row_sum_end(cluster);
+
+  // Statistics: a lane looks after those of one row.
+  const RowPart part{dim, slice_start, min(slice_start + slice, dim), warp_start};
+  const Stats own_stats =
+      stats_of_rows<Op, kAligned>(p, s, part, first_column, cluster, scratch[0]);
+  using Tree = RowTree<kRows, kVectors, N>;
+  const auto lane_of = [&](int i) { return Tree::lane_of(i * kVectors); };
+  const int own_row = Tree::own_item() / kVectors;
+  if (slice_start == 0 && static_cast<int>(threadIdx.x) == lane_of(own_row) &&
+      first_row + own_row < p.rows) {
+    own_stats.save(p, first_row + own_row);
+  }
+
+  // Write the results.
+  Op::template with_columns<kAligned>(p, [&](auto tag) {
+    using Columns = typename decltype(tag)::type;
+    constexpr bool kIsEarly =
+        kEarly && std::is_same_v<typename Columns::Loaded, typename Packed::Loaded>;
+    // Vectors that are loaded ahead of their use.
+    constexpr int kAhead = kIsEarly ? kVectors : kVectors > 1 ? Columns::kAhead : 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const Columns columns(p, row_of(i));
+      const Stats stats = kRows == 1 ? own_stats : own_stats.from(lane_of(i), Tree::width());
+      RowStoring<O, N, kVectors, kAligned> storing(Op::out_row(p, first_row + i) + first_column,
+                                                   left_of(i));
+      typename Columns::Loaded loaded[kVectors];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        if constexpr (kIsEarly) {
+          if (i > 0 && !Op::shares_columns(p)) packed[j] = columns.load(column_of(j), dim);
+          loaded[j] = packed[j];
+        } else {
+          loaded[j] = columns.load(column_of(j), dim);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        if (is_empty<Op, kAligned>(warp_start, j, kStep, dim)) continue;
+        const int next = j + kAhead;
+        if (next < kVectors) loaded[next] = columns.load(column_of(next), dim);
+        storing.put(j, columns.map(s[i][j], stats, loaded[j]));
+      }
+    }
+  });
+}
+
+// Rows of any length and alignment, one a block: read twice, or three times where the mean is taken
+// away. After the first time mostly from L2.
+template <typename Op>
+__global__ void __launch_bounds__(kForwardThreads)
+    row_forward_streamed_kernel(const typename Op::Params p) {
+  using T = typename Op::In;
+  using O = typename Op::Out;
+  constexpr int N = 16 / sizeof(T);
+  constexpr int kSums = Op::kSums;
+  __shared__ RowSumScratch<1> mean_scratch[1];
+  __shared__ RowSumScratch<2> moment_scratch[1];
+  __shared__ RowSumScratch<kSums> scratch[1];
+  const int64_t row = blockIdx.x;
+  const int dim = static_cast<int>(p.dim);
+  const int step = blockDim.x * N;
+  using Inputs = typename Op::template Inputs<1, false>;
+
+  // f(column, columns left, s): s is combined, and written, the first time. NOTE: x and out, or
+  // residual and new_residual, may be the same memory. A warp reads all elements of its vectors
+  // before it writes them.
+  const auto for_each_vector = [&](bool first, auto&& f) {
+#pragma unroll 1
+    for (int start = 0; start < dim; start += step) {
+      const int column = start + static_cast<int>(threadIdx.x) * N;
+      const int left = max(dim - column, -N);
+      Vector<T, N> s;
+      if (first || !Op::kWritesSum) {
+        Inputs inputs;
+        inputs.start(p, row, column, left);
+        s = inputs.finish(p, row, column, 0);
+        if constexpr (Op::kWritesSum) {
+          RowStoring<T, N, 1, false> storing(Op::sum_row(p, row) + column, left);
+          storing.put(0, s);
+        }
+      } else {
+        RowLoading<T, 1, false> loading;
+        loading.start(Op::sum_row(p, row) + column, left);
+        s = loading.finish(0);
+      }
+      f(column, left, s);
+    }
+  };
+
+  // NOTE: a thread's columns may have been written by its neighbours: row_sum has a barrier.
+  const auto stats_of = [&] {
+    if constexpr (Op::kCentres) {
+      if (Op::centred(p)) {
+        float sum[1] = {0.0f};
+        for_each_vector(true, [&](int, int, const Vector<T, N>& s) {
+          float values[N];
+          s.to_floats(values);
+#pragma unroll
+          for (int k = 0; k < N; ++k) sum[0] += values[k];
+        });
+        row_sum<false>(sum, 1, mean_scratch, 0);
+        const float mean = sum[0] / static_cast<float>(dim);
+        float moments[2] = {};
+        for_each_vector(false, [&](int, int left, const Vector<T, N>& s) {
+          float values[N];
+          s.to_floats(values);
+#pragma unroll
+          for (int k = 0; k < N; ++k) {
+            const float deviation = k < left ? values[k] - mean : 0.0f;
+            moments[0] = fmaf(deviation, deviation, moments[0]);
+            moments[1] += deviation;
+          }
+        });
+        row_sum<false>(moments, 1, moment_scratch, 0);
+        return typename Op::Stats(p, Moments<Op::kRest>{mean, moments[0], moments[1]});
+      }
+    }
+    float sums[kSums] = {};
+    for_each_vector(true, [&](int, int, const Vector<T, N>& s) {
+      float vector[kSums];
+      Op::sums_of(s, vector);
+#pragma unroll
+      for (int k = 0; k < kSums; ++k) sums[k] += vector[k];
+    });
+    row_sum<false>(sums, 1, scratch, 0);
+    return typename Op::Stats(p, sums);
+  };
+  const typename Op::Stats stats = stats_of();
+  if (threadIdx.x == 0) stats.save(p, row);
+
+  Op::template with_columns<false>(p, [&](auto tag) {
+    const typename decltype(tag)::type columns(p, row);
+    for_each_vector(false, [&](int column, int left, const Vector<T, N>& s) {
+      RowStoring<O, N, 1, false> storing(Op::out_row(p, row) + column, left);
+      storing.put(0, columns.map(s, stats, columns.load(column, dim)));
+    });
+  });
+}
+
+// ---- launcher ----
+
+// kAligned: every row of every tensor starts and ends on a 16-byte boundary, and out is of x's
+// type.
+template <typename Op, bool kAligned>
+gpuError launch_row_forward(const typename Op::Params& p, const RowPolicy& policy,
+                            gpuStream stream) {
+  if (policy.streamed) {
+    return gpu_launch(&row_forward_streamed_kernel<Op>, dim3(p.rows), dim3(policy.threads_per_row),
+                      0, 1, stream, p);
+  }
+  const auto launch = [&](auto kernel) {
+    const int64_t rows_per_block = int64_t{policy.rows_per_block} * policy.rows_per_thread;
+    return gpu_launch(kernel, dim3(ceil_div(p.rows, rows_per_block) * policy.cluster),
+                      dim3(policy.threads_per_row, policy.rows_per_block), 0, policy.cluster,
+                      stream, p, policy.cluster);
+  };
+  if constexpr (kAligned) {
+    if (policy.cluster > 1) return launch(&row_forward_kernel<Op, 4, 1, true, true>);
+    switch (10 * policy.vectors + policy.rows_per_thread) {
+      case 11: return launch(&row_forward_kernel<Op, 1, 1, true, false>);
+      case 14: return launch(&row_forward_kernel<Op, 1, 4, true, false>);
+      case 21: return launch(&row_forward_kernel<Op, 2, 1, true, false>);
+      case 22: return launch(&row_forward_kernel<Op, 2, 2, true, false>);
+    }
+    return launch(&row_forward_kernel<Op, 4, 1, true, false>);
+  } else {
+    if (policy.rows_per_thread == 4) return launch(&row_forward_kernel<Op, 1, 4, false, false>);
+    if (policy.vectors == 1) return launch(&row_forward_kernel<Op, 1, 1, false, false>);
+    return launch(&row_forward_kernel<Op, 4, 1, false, true>);
+  }
+}
+
+}  // namespace fuselage
