@@ -18,7 +18,7 @@
 #include "gate/activation.h"
 
 #include "common/dispatch.h"
-#include "common/ptx.h"
+#include "common/reduce_partials.h"
 #include "common/vector.h"
 #include "gate/activation_math.h"
 #include "gate/activation_policy.h"
@@ -392,30 +392,6 @@ __global__ void __launch_bounds__(kActivationSumThreads)
   }
 }
 
-// grad_bias = sum of the partial sums. Block: 32 columns, and 32 threads for each.
-template <typename B>
-__global__ void __launch_bounds__(1024)
-    activation_bias_kernel(const float* partials,  // [count, dim]
-                           B* grad_bias,           // [dim]
-                           int64_t dim, int count) {
-  __shared__ float shared[32][33];
-  const int64_t column = int64_t{blockIdx.x} * 32 + threadIdx.x;
-  grid_dependency_wait();
-  float sum = 0.0f;
-  if (column < dim) {
-#pragma unroll 4
-    for (int i = threadIdx.y; i < count; i += 32) sum += partials[i * dim + column];
-  }
-  shared[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  for (int half = 16; half > 0; half /= 2) {
-    if (static_cast<int>(threadIdx.y) < half)
-      shared[threadIdx.y][threadIdx.x] += shared[threadIdx.y + half][threadIdx.x];
-    __syncthreads();
-  }
-  if (threadIdx.y == 0 && column < dim) grad_bias[column] = from_float<B>(shared[0][threadIdx.x]);
-}
-
 // ---- launchers ----
 
 template <typename T, class Function>
@@ -472,13 +448,8 @@ gpuError launch_sum(const Elementwise& p, int device, DType dtype, gpuStream str
                           : &activation_sum_kernel<T, Function, kMostSumVectors, true>;
   const gpuError error = gpu_launch(kernel, grid, block, 0, 1, stream, p, policy);
   if (error != gpuSuccess) return error;
-  return dispatch_dtype(p.bias_dtype, [&](auto tag) {
-    using B = typename decltype(tag)::type;
-    return gpu_launch_after(&activation_bias_kernel<B>, dim3(ceil_div(p.dim, 32)), dim3(32, 32),
-                            stream, const_cast<const float*>(p.partials),
-                            static_cast<B*>(p.grad_bias), p.dim,
-                            static_cast<int>(policy.row_blocks));
-  });
+  return reduce_partials({p.partials, 1, policy.row_blocks, 1, p.dim}, stream,
+                         WriteColumns{p.grad_bias, p.bias_dtype, p.dim});
 }
 
 // Formulas with their activation, before the type of the elements is known.

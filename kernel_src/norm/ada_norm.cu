@@ -20,6 +20,7 @@
 #include "common/dispatch.h"
 #include "common/quotient.h"
 #include "common/reduce.h"
+#include "common/reduce_partials.h"
 #include "common/vector.h"
 #include "norm/ada_norm_policy.h"
 #include "norm/row_forward.h"
@@ -823,109 +824,63 @@ __global__ void __launch_bounds__(kAdaNormStreamedThreads)
   if (gate) partial[columns ? 2 * p.dim : 0] = of_gate;
 }
 
-// The gradients that are sums, of the partial sums. Block: (columns, groups side by side * shares of a group's
-// partial sums), 32 by 32. The order of the additions depends on the numbers of groups and partial sums alone.
-constexpr int kAdaNormSumWidth = 32;
-
+// The gradients that are sums, of the partial sums: A, C and G of each group, or of those what is summed.
 template <typename T>
-__device__ __forceinline__ void set_value(void* data, DType dtype, int64_t i, float value) {
-  if (dtype == DType::float32) {
-    static_cast<float*>(data)[i] = value;
-  } else {
-    static_cast<T*>(data)[i] = from_float<T>(value);
-  }
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kAdaNormSumWidth* kAdaNormSumWidth)
-    ada_norm_backward_sums_kernel(const AdaNormBackward p, const int shares) {
-  __shared__ float scratch[5][kAdaNormSumWidth][kAdaNormSumWidth];
-  const int x = threadIdx.x, y = threadIdx.y;
-  const int side_by_side = kAdaNormSumWidth / shares;
-  const int share = y % shares;
-  const int64_t column = int64_t{blockIdx.x} * kAdaNormSumWidth + x;
-  const int64_t groups = p.rows / p.group_rows;
-  const bool columns = p.sums_columns, gate = p.sums_gate;
-  const int kinds = p.partial_rows;
-  float weight = 1.0f, bias = 0.0f;
-  if (column < p.dim) {
-    weight = value_at(Values<T>(p.weight.data, p.weight.dtype), column, 1.0f);
-    bias = value_at(Values<T>(p.bias.data, p.bias.dtype), column, 0.0f);
-  }
-  // Of all groups: A, C, G, and the gradients of weight and bias.
-  float totals[5] = {};
-  const auto write_scale_and_shift = [&](int64_t row, float a, float c) {
-    if (p.grad_shift != nullptr) set_value<T>(p.grad_shift, p.shift_dtype, row * p.dim + column, a);
-    if (p.grad_scale != nullptr)
-      set_value<T>(p.grad_scale, p.scale.dtype, row * p.dim + column, c * weight + a * bias);
+struct AdaNormGradients {
+  static constexpr int kKinds = 3;
+  static constexpr int kTotals = 5;  // A, C, G, and the gradients of weight and bias
+  struct Columns {
+    float weight, bias;
   };
-  wait_for_kernel_before();
-  for (int64_t first = 0; first < groups; first += side_by_side) {
-    const int64_t group = first + y / shares;
-    const bool inside = group < groups && column < p.dim;
-    float sums[3] = {};
-    if (inside) {
-      const float* partial = p.partials + group * p.blocks_per_group * kinds * p.dim + column;
-#pragma unroll 4
-      for (int64_t i = share; i < p.blocks_per_group; i += shares) {
-        const float* of_block = partial + i * kinds * p.dim;
-        if (columns) {
-          sums[0] += of_block[0];
-          sums[1] += of_block[p.dim];
-        }
-        if (gate) sums[2] += of_block[columns ? 2 * p.dim : 0];
-      }
-    }
-    if (shares > 1) {
-      __syncthreads();
-#pragma unroll
-      for (int k = 0; k < 3; ++k) scratch[k][y][x] = sums[k];
-      __syncthreads();
-      if (share == 0) {
-        for (int i = 1; i < shares; ++i) {
-#pragma unroll
-          for (int k = 0; k < 3; ++k) sums[k] += scratch[k][y + i][x];
-        }
-      }
-    }
-    if (share != 0 || !inside) continue;
+  AdaNormBackward p;
+
+  __device__ __forceinline__ Columns load(int64_t column, bool inside) const {
+    if (!inside) return {1.0f, 0.0f};
+    return {RuntimeValues<T>(p.weight.data, p.weight.dtype).at_or(column, 1.0f),
+            RuntimeValues<T>(p.bias.data, p.bias.dtype).at_or(column, 0.0f)};
+  }
+  __device__ __forceinline__ void write_scale_and_shift(const Columns& columns, int64_t row,
+                                                        int64_t column, float a, float c) const {
+    const int64_t i = row * p.dim + column;
+    if (p.grad_shift != nullptr) store_value(p.grad_shift, p.shift_dtype, i, a);
+    if (p.grad_scale != nullptr)
+      store_value(p.grad_scale, p.scale.dtype, i, c * columns.weight + a * columns.bias);
+  }
+  __device__ __forceinline__ void group(const Columns& columns, int64_t group, int64_t column,
+                                        const float (&sums)[3], float (&totals)[5]) const {
     const int64_t row = group * p.group_rows;
-    if (columns) {
+    if (p.sums_columns) {
       float factor = 1.0f;
-      if (!p.scale_by_row) factor += value_at(Values<T>(p.scale, row), column, 0.0f);
+      if (!p.scale_by_row && p.scale.data != nullptr) {
+        const RuntimeValues<T> scale(p.scale.data, p.scale.dtype);
+        factor += scale.row_at(quotient(row, p.scale.rows) * p.scale.stride).at(column);
+      }
       totals[0] += sums[0];
       totals[1] += sums[1];
       totals[3] = fmaf(factor, sums[1], totals[3]);
       totals[4] = fmaf(factor, sums[0], totals[4]);
       if (!p.scale_by_row && p.scale_rows < p.rows)
-        write_scale_and_shift(row / p.scale_rows, sums[0], sums[1]);
+        write_scale_and_shift(columns, quotient(row, p.scale_rows), column, sums[0], sums[1]);
     }
-    if (gate) {
-      totals[2] += sums[2];
+    if (p.sums_gate) {
+      const float of_gate = p.sums_columns ? sums[2] : sums[0];
+      totals[2] += of_gate;
       if (p.gate_rows < p.rows)
-        set_value<T>(p.grad_gate, p.gate.dtype, row / p.gate_rows * p.dim + column, sums[2]);
+        store_value(p.grad_gate, p.gate.dtype, quotient(row, p.gate_rows) * p.dim + column,
+                    of_gate);
     }
   }
   // What belongs to all groups.
-  if (side_by_side > 1) {
-    __syncthreads();
-#pragma unroll
-    for (int k = 0; k < 5; ++k) scratch[k][y][x] = totals[k];
-    __syncthreads();
-    if (y == 0) {
-      for (int i = 1; i < side_by_side; ++i) {
-#pragma unroll
-        for (int k = 0; k < 5; ++k) totals[k] += scratch[k][i * shares][x];
-      }
-    }
+  __device__ __forceinline__ void all(const Columns& columns, int64_t column,
+                                      const float (&totals)[5]) const {
+    if (p.sums_columns && !p.scale_by_row && p.scale_rows == p.rows)
+      write_scale_and_shift(columns, 0, column, totals[0], totals[1]);
+    if (p.sums_gate && p.gate_rows == p.rows)
+      store_value(p.grad_gate, p.gate.dtype, column, totals[2]);
+    if (p.grad_weight != nullptr) store_value(p.grad_weight, p.weight.dtype, column, totals[3]);
+    if (p.grad_bias != nullptr) store_value(p.grad_bias, p.bias_dtype, column, totals[4]);
   }
-  if (y != 0 || column >= p.dim) return;
-  if (columns && !p.scale_by_row && p.scale_rows == p.rows)
-    write_scale_and_shift(0, totals[0], totals[1]);
-  if (gate && p.gate_rows == p.rows) set_value<T>(p.grad_gate, p.gate.dtype, column, totals[2]);
-  if (p.grad_weight != nullptr) set_value<T>(p.grad_weight, p.weight.dtype, column, totals[3]);
-  if (p.grad_bias != nullptr) set_value<T>(p.grad_bias, p.bias_dtype, column, totals[4]);
-}
+};
 
 // ---- launchers ----
 
@@ -985,11 +940,9 @@ gpuError launch_backward(const AdaNormBackward& p, const AdaNormBackwardPolicy& 
 
 template <typename T>
 gpuError launch_backward_sums(const AdaNormBackward& p, gpuStream stream) {
-  const int shares =
-      static_cast<int>(std::min<int64_t>(next_power_of_two(p.blocks_per_group), kAdaNormSumWidth));
-  return gpu_launch_after(&ada_norm_backward_sums_kernel<T>,
-                          dim3(ceil_div(p.dim, kAdaNormSumWidth)),
-                          dim3(kAdaNormSumWidth, kAdaNormSumWidth), stream, p, shares);
+  return reduce_partials(
+      {p.partials, p.rows / p.group_rows, p.blocks_per_group, p.partial_rows, p.dim}, stream,
+      AdaNormGradients<T>{p});
 }
 
 }  // namespace

@@ -19,6 +19,7 @@
 
 #include "common/dispatch.h"
 #include "common/reduce.h"
+#include "common/runtime_dtype.h"
 #include "common/vector.h"
 #include "norm/poly_norm_policy.h"
 
@@ -793,14 +794,6 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
   }
 }
 
-__device__ __forceinline__ void set_element(void* values, DType dtype, int64_t i, float value) {
-  switch (dtype) {
-    case DType::float16: static_cast<float16*>(values)[i] = from_float<float16>(value); break;
-    case DType::bfloat16: static_cast<bfloat16*>(values)[i] = from_float<bfloat16>(value); break;
-    case DType::float32: static_cast<float*>(values)[i] = value;
-  }
-}
-
 // The gradients of weight and bias: sums of the partial sums, in an order that depends on their number alone.
 // Grid: one block an expert.
 __global__ void __launch_bounds__(1024) poly_norm_backward_weight_kernel(const PolyNormBackward p) {
@@ -821,9 +814,9 @@ __global__ void __launch_bounds__(1024) poly_norm_backward_weight_kernel(const P
   if (threadIdx.x != 0) return;
   if (p.grad_weight != nullptr) {
 #pragma unroll
-    for (int k = 0; k < 3; ++k) set_element(p.grad_weight, p.weight_dtype, 3 * expert + k, sums[k]);
+    for (int k = 0; k < 3; ++k) store_value(p.grad_weight, p.weight_dtype, 3 * expert + k, sums[k]);
   }
-  if (p.grad_bias != nullptr) set_element(p.grad_bias, p.bias_dtype, expert, sums[3]);
+  if (p.grad_bias != nullptr) store_value(p.grad_bias, p.bias_dtype, expert, sums[3]);
 }
 
 // ---- launchers ----

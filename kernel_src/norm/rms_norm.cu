@@ -21,6 +21,7 @@
 
 #include "common/dispatch.h"
 #include "common/reduce.h"
+#include "common/reduce_partials.h"
 #include "common/staged.h"
 #include "common/vector.h"
 #include "norm/rms_norm_policy.h"
@@ -754,30 +755,6 @@ __global__ void __launch_bounds__(256)
   p.partials[blockIdx.y * p.dim + column] = sum;
 }
 
-// grad_weight = sum of the partials over the blocks. Block: (columns, shares of the partials).
-constexpr int kWeightThreads = 1024;
-
-template <typename W>
-__global__ void __launch_bounds__(kWeightThreads)
-    rms_norm_backward_weight_kernel(const RmsNormBackward p) {
-  __shared__ float sums[kWeightThreads];
-  const int64_t column = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  float sum = 0.0f;
-  wait_for_kernel_before();
-  if (column < p.dim) {
-#pragma unroll 8
-    for (int64_t i = threadIdx.y; i < p.partial_count; i += blockDim.y)
-      sum += p.partials[i * p.dim + column];
-  }
-  sums[threadIdx.y * blockDim.x + threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y > 0 || column >= p.dim) return;
-#pragma unroll 8
-  for (int share = 1; share < static_cast<int>(blockDim.y); ++share)
-    sum += sums[share * blockDim.x + threadIdx.x];
-  static_cast<W*>(p.grad_weight)[column] = from_float<W>(sum);
-}
-
 // ---- launchers ----
 
 BackwardPolicy policy_of(const RmsNormBackward& p, int device) {
@@ -825,15 +802,8 @@ gpuError launch_backward_streamed(const RmsNormBackward& p, const BackwardPolicy
 }
 
 gpuError launch_backward_weight(const RmsNormBackward& p, gpuStream stream) {
-  return dispatch_dtype(p.weight_dtype, [&](auto tag) {
-    using W = typename decltype(tag)::type;
-    // Four partials or more a thread, where there are enough.
-    const int shares = static_cast<int>(
-        std::clamp<int64_t>(next_power_of_two(ceil_div(p.partial_count, 4)), 1, kWarpSize));
-    const int columns = kWeightThreads / shares;
-    return gpu_launch_after(&rms_norm_backward_weight_kernel<W>, dim3(ceil_div(p.dim, columns)),
-                            dim3(columns, shares), stream, p);
-  });
+  return reduce_partials({p.partials, 1, p.partial_count, 1, p.dim}, stream,
+                         WriteColumns{p.grad_weight, p.weight_dtype, p.dim});
 }
 
 }  // namespace

@@ -16,6 +16,7 @@
 #include "common/dispatch.h"
 #include "common/ptx.h"
 #include "common/reduce.h"
+#include "common/reduce_partials.h"
 #include "rope/rotary.h"
 #include "rope/rotary_device.h"
 
@@ -405,43 +406,18 @@ __global__ void __launch_bounds__(kQkNormThreads, kAligned ? kQkNormBackwardBloc
   launch_dependents();
 }
 
-// grad_weight = sum of the partials over the blocks, in order. Block: (columns, shares of the partials);
-// grid: (columns / columns a block, 2: q and k).
-constexpr int kWeightColumns = 32, kWeightShares = 16;
+// The gradients of the weights of q and k, or of the one that is needed.
+struct WriteWeights {
+  static constexpr int kKinds = 1, kTotals = 0;
+  WriteColumns sides[2];
 
-__global__ void __launch_bounds__(kWeightColumns* kWeightShares)
-    qk_norm_rotary_weight_kernel(const QkNormRotaryBackward p) {
-  __shared__ float sums[kWeightShares][kWeightColumns];
-  const QkNormRotaryBackwardSide& side = blockIdx.y == 0 ? p.q : p.k;
-  grid_dependency_wait();
-  if (side.grad_weight == nullptr) return;
-  const int64_t column = int64_t{blockIdx.x} * kWeightColumns + threadIdx.x;
-  float sum = 0.0f;
-  if (column < p.shape.dim) {
-#pragma unroll 8
-    for (int64_t i = threadIdx.y; i < p.partial_count; i += kWeightShares)
-      sum += side.partials[i * p.shape.dim + column];
+  __device__ __forceinline__ WriteColumns::Columns load(int64_t, bool) const { return {}; }
+  __device__ __forceinline__ void group(const WriteColumns::Columns& columns, int64_t group,
+                                        int64_t column, const float (&sums)[1],
+                                        float (&totals)[1]) const {
+    (group == 0 ? sides[0] : sides[1]).group(columns, 0, column, sums, totals);
   }
-  sums[threadIdx.y][threadIdx.x] = sum;
-#pragma unroll
-  for (int others = kWeightShares / 2; others > 0; others /= 2) {
-    __syncthreads();
-    if (threadIdx.y < others) {
-      sum += sums[threadIdx.y + others][threadIdx.x];
-      sums[threadIdx.y][threadIdx.x] = sum;
-    }
-  }
-  if (threadIdx.y > 0 || column >= p.shape.dim) return;
-  switch (side.weight_dtype) {
-    case DType::float32: static_cast<float*>(side.grad_weight)[column] = sum; break;
-    case DType::float16:
-      static_cast<float16*>(side.grad_weight)[column] = from_float<float16>(sum);
-      break;
-    case DType::bfloat16:
-      static_cast<bfloat16*>(side.grad_weight)[column] = from_float<bfloat16>(sum);
-      break;
-  }
-}
+};
 
 }  // namespace
 
@@ -504,9 +480,14 @@ const char* qk_norm_rotary_backward(const QkNormRotaryBackward& p, int device, v
     return run(&qk_norm_rotary_backward_kernel<T, kFew, kHeads, pairs, is_aligned>);
   });
   if (error != nullptr || !weights) return error;
-  return message_of(gpu_launch_after(&qk_norm_rotary_weight_kernel,
-                                     dim3(ceil_div(p.shape.dim, kWeightColumns), 2),
-                                     dim3(kWeightColumns, kWeightShares), stream, p));
+  // The partial sums of k lie after those of q.
+  const auto side = [&](const QkNormRotaryBackwardSide& of) {
+    return WriteColumns{of.grad_weight, of.weight_dtype, p.shape.dim};
+  };
+  const bool both = p.q.grad_weight != nullptr && p.k.grad_weight != nullptr;
+  const QkNormRotaryBackwardSide& first = p.q.grad_weight != nullptr ? p.q : p.k;
+  return message_of(reduce_partials({first.partials, both ? 2 : 1, p.partial_count, 1, p.shape.dim},
+                                    stream, WriteWeights{{side(first), side(p.k)}}));
 }
 
 }  // namespace gpu

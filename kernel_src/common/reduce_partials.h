@@ -1,0 +1,134 @@
+// The second stage of every gradient that is a sum over rows. The blocks of the first stage leave
+// rows of float32 partial sums:
+//
+//   partials [groups][parts][kinds][columns]
+//
+// A group is what shares a result (all rows, or those of a batch element); each of its parts was
+// left by one block or cluster. The kernel adds up the parts of each group in a fixed order, which
+// depends on the numbers of groups and parts alone, and gives the sums to a functor, which writes
+// the gradients:
+//
+//   struct Finish {
+//     static constexpr int kKinds;   // sums of a column in a part, at most
+//     static constexpr int kTotals;  // values of a column that are added up over the groups, or 0
+//     Columns load(column, inside);  // what is read before the first stage has ended
+//     group(columns, group, column, sums, totals);  // what comes of a group; adds to totals
+//     all(columns, column, totals);                 // and of all groups, where there are totals
+//   };
+//
+// Block: (columns, lanes). Lane y has share y % shares of the parts of a group, and with totals 32
+// / shares groups are side by side in it; without, a block has one group. The kernel starts while
+// the first stage ends (PDL).
+#pragma once
+
+#include <algorithm>
+
+#include "common/gpu_compat.h"
+#include "common/launch_policy.h"
+#include "common/runtime_dtype.h"
+
+namespace fuselage {
+
+struct PartialSums {
+  const float* data;
+  int64_t groups, parts;
+  int kinds;
+  int64_t columns;
+};
+
+constexpr int kReduceThreads = 1024;
+
+namespace {
+
+// Sums of kCount values over the lanes y, y + 1, ... y + count - 1 of a column, in order, in lane y
+// alone. All threads call together.
+template <int kCount>
+__device__ __forceinline__ void add_lanes(float (&values)[kCount], float* scratch, int step,
+                                          int count, bool adds) {
+  const int own = threadIdx.y * blockDim.x + threadIdx.x;
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) scratch[k * kReduceThreads + own] = values[k];
+  __syncthreads();
+  if (!adds) return;
+#pragma unroll 4
+  for (int i = 1; i < count; ++i) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k)
+      values[k] += scratch[k * kReduceThreads + own + i * step * static_cast<int>(blockDim.x)];
+  }
+}
+
+template <typename Finish>
+__global__ void __launch_bounds__(kReduceThreads)
+    reduce_partials_kernel(const PartialSums partials, const int shares, const Finish finish) {
+  constexpr int kKinds = Finish::kKinds;
+  constexpr int kTotals = Finish::kTotals > 0 ? Finish::kTotals : 1;
+  constexpr bool kHasTotals = Finish::kTotals > 0;
+  __shared__ float scratch[(kKinds > kTotals ? kKinds : kTotals) * kReduceThreads];
+  const int64_t column = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int share = threadIdx.y % shares;
+  const int side_by_side = blockDim.y / shares;
+  const auto columns = finish.load(column, column < partials.columns);
+  float totals[kTotals] = {};
+  wait_for_kernel_before();
+  int64_t first = kHasTotals ? 0 : int64_t{blockIdx.y};
+  for (; first < partials.groups; first += side_by_side) {
+    const int64_t group = first + threadIdx.y / shares;
+    const bool inside = group < partials.groups && column < partials.columns;
+    float sums[kKinds] = {};
+    if (inside) {
+      const int64_t part_size = partials.kinds * partials.columns;
+      const float* of_group = partials.data + group * partials.parts * part_size + column;
+#pragma unroll 8
+      for (int64_t i = share; i < partials.parts; i += shares) {
+#pragma unroll
+        for (int k = 0; k < kKinds; ++k) {
+          if (kKinds == 1 || k < partials.kinds)
+            sums[k] += of_group[i * part_size + k * partials.columns];
+        }
+      }
+    }
+    if (shares > 1) add_lanes(sums, scratch, 1, shares, share == 0);
+    if (share == 0 && inside) finish.group(columns, group, column, sums, totals);
+    if (!kHasTotals) return;
+  }
+  if constexpr (kHasTotals) {
+    if (side_by_side > 1) add_lanes(totals, scratch, shares, side_by_side, threadIdx.y == 0);
+    if (threadIdx.y == 0 && column < partials.columns) finish.all(columns, column, totals);
+  }
+}
+
+// The sums of one kind, written as they are: row `group` of a [groups, columns] tensor.
+struct WriteColumns {
+  static constexpr int kKinds = 1, kTotals = 0;
+  struct Columns {};
+  void* data;
+  DType dtype;
+  int64_t size;
+
+  __device__ __forceinline__ Columns load(int64_t, bool) const { return {}; }
+  __device__ __forceinline__ void group(const Columns&, int64_t group, int64_t column,
+                                        const float (&sums)[1], float (&)[1]) const {
+    store_value(data, dtype, group * size + column, sums[0]);
+  }
+};
+
+// Launches the second stage after the kernel that leaves the partial sums.
+template <typename Finish>
+gpuError reduce_partials(const PartialSums& partials, gpuStream stream, const Finish& finish) {
+  // Four parts or more a thread, where there are enough.
+  const int shares =
+      static_cast<int>(std::clamp<int64_t>(next_power_of_two(ceil_div(partials.parts, 4)), 1, 32));
+  int lanes = shares;
+  if (Finish::kTotals > 0) {
+    lanes *= static_cast<int>(std::min<int64_t>(32 / shares, next_power_of_two(partials.groups)));
+  }
+  const int columns = kReduceThreads / lanes;
+  const dim3 grid(ceil_div(partials.columns, columns), Finish::kTotals > 0 ? 1 : partials.groups);
+  return gpu_launch_after(&reduce_partials_kernel<Finish>, grid, dim3(columns, lanes), stream,
+                          partials, shares, finish);
+}
+
+}  // namespace
+}  // namespace fuselage
