@@ -291,6 +291,47 @@ void ada_norm_forward(const DeviceInfo& device, Report& report) {
   }
 }
 
+// The one backward of rows, for an operator of this shape.
+void expect_row_backward(Report& report, const DeviceInfo& device, const RowBackwardShape& shape,
+                         const RowBackwardPolicy& policy) {
+  const RowPolicy& row = policy.row;
+  const int64_t blocks = shape.groups * policy.blocks_per_group * row.cluster;
+  expect_legal_rows(
+      report, device,
+      {row.streamed ? shape.groups * shape.group_rows : blocks + policy.column_blocks, 1,
+       row.threads_per_row, row.rows_per_block, policy.shared_bytes + kScratchBytes, row.cluster},
+      row.streamed ? 512 : shape.threads);
+  report.expect(policy.blocks_per_group >= 1 && policy.blocks_per_group <= shape.group_rows,
+                "no partial sums, or more than rows");
+  if (row.streamed) return;
+  report.expect(!policy.bulk || (shape.aligned && shape.bulk && device.has_bulk_copy &&
+                                 policy.column_blocks == 0),
+                "bulk copies");
+  report.expect(policy.stages >= (policy.bulk ? 2 : 1) && policy.stages <= kMaxRowStages, "stages");
+  const int vector_size = 16 / shape.element_size;
+  const int64_t held = int64_t{row.cluster} * row.threads_per_row * row.vectors * vector_size;
+  report.expect(held >= shape.dim && row.vectors * vector_size <= shape.max_columns,
+                "columns without a thread");
+  report.expect(shape.short_rows || row.vectors * vector_size == shape.max_columns,
+                "no kernel for so few columns a thread");
+  // Shared memory, as the kernel uses it.
+  const int threads = row.threads_per_row * row.rows_per_block;
+  const int64_t columns = held / row.cluster * row.rows_per_block;
+  const int element_bytes =
+      (shape.tensors - 1) * shape.element_size + shape.grad_out_size + shape.statistics * 4 / 32;
+  report.expect(policy.shared_bytes >= columns * 4, "no room for the sums of columns");
+  report.expect(policy.shared_bytes >= policy.stages * columns * element_bytes,
+                "no room for the stages");
+  const int64_t factors = columns / (shape.factors_by_row ? 1 : row.rows_per_block) * 4;
+  report.expect(!shape.factors_in_shared ||
+                    policy.shared_bytes >= factors + policy.stages * columns * element_bytes,
+                "no room for the factors");
+  report.expect(policy.column_blocks == 0 ||
+                    (threads >= kRowBackwardTile && policy.column_blocks < device.multiprocessors &&
+                     policy.shared_bytes >= shape.column_sums * threads * vector_size * 4),
+                "blocks of columns");
+}
+
 void ada_norm_backward(const DeviceInfo& device, Report& report) {
   for (const DType dtype : kDTypes) {
     for_each_layout([&](int64_t dim, int64_t rows, int64_t stride, int offset) {
@@ -302,6 +343,9 @@ void ada_norm_backward(const DeviceInfo& device, Report& report) {
           if (tensors > 2) p.grad_new_residual = at();
           if (tensors > 3) p.x = at(), p.grad_gate = at();
           p.scale = {at(), stride, 1, DType::float32};
+          p.grad_scale = at(), p.scale_rows = p.gate_rows = rows / groups;
+          p.scale_by_row = groups > 2, p.gate_by_row = stride > dim;
+          ada_norm_choose_sums(p);
           p.rows = rows, p.dim = dim, p.group_rows = rows / groups, p.dtype = dtype;
           p.grad_out_stride = stride;
           p.grad_new_residual_stride = p.s_stride = p.x_stride = dim;
@@ -314,19 +358,9 @@ void ada_norm_backward(const DeviceInfo& device, Report& report) {
                           {p.grad_new_residual, dim, dim, size},
                           {p.x, dim, dim, size},
                           {p.scale.data, stride, dim, 4}});
-          const AdaNormBackwardPolicy policy =
-              ada_norm_backward_policy(device, aligned, tensors, p);
-          const RowPolicy& row = policy.row;
-          const int64_t blocks = row.streamed ? rows : groups * policy.blocks_per_group;
-          expect_legal_rows(report, device,
-                            {blocks * row.cluster, 1, row.threads_per_row, row.rows_per_block,
-                             policy.shared_bytes + kScratchBytes, row.cluster},
-                            kAdaNormThreads);
-          report.expect(policy.blocks_per_group >= 1, "no partial sums");
-          if (row.streamed) continue;
-          report.expect(int64_t{row.cluster} * row.threads_per_row * kAdaNormColumns >= dim,
-                        "columns without a thread");
-          report.expect(policy.stages >= 1 && policy.stages <= kAdaNormMaxStages, "stages");
+          const RowBackwardShape row_shape = ada_norm_backward_shape(p);
+          report.expect(row_shape.tensors == tensors, "tensors that are read");
+          expect_row_backward(report, device, row_shape, row_backward_policy(device, row_shape));
         }
       }
     });

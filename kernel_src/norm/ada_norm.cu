@@ -2,10 +2,9 @@
 //
 // Forward: norm/row_forward.h, of the operator AdaNormOp.
 //
-// Backward: a persistent grid. Every block works on rows of one group, within which scale, shift and gate do not
-// change, and keeps the sums of its columns in registers, while the next rows are copied into shared memory. It
-// leaves a row of float32 partial sums of each kind; a second kernel adds them up, group by group and in order,
-// and makes the gradients of scale, shift, gate, weight and bias of them.
+// Backward: the one of all row operators (norm/row_backward.h). Every block works on rows of one
+// group, within which scale, shift and gate do not change, and keeps up to three sums of its columns
+// in registers; the gradients of scale, shift, gate, weight and bias are made of these.
 //
 // Rows too long for either (no clusters, or beyond what eight blocks hold) are streamed: read several times,
 // mostly from cache.
@@ -23,6 +22,7 @@
 #include "common/reduce_partials.h"
 #include "common/vector.h"
 #include "norm/ada_norm_policy.h"
+#include "norm/row_backward.h"
 #include "norm/row_forward.h"
 
 namespace fuselage {
@@ -327,501 +327,11 @@ struct AdaNormOp {
 
 // ---- backward ----
 
-// Mean and rstd of a row.
-__device__ __forceinline__ float2 load_statistics(const AdaNormBackward& p, int64_t row) {
-  if (p.layer) return reinterpret_cast<const float2*>(p.statistics)[row];
-  return make_float2(0.0f, p.statistics[row]);
-}
-
-// 1 + scale, and weight: of N columns.
-template <bool kAligned, typename T, int N>
-__device__ __forceinline__ void scale_factors(const Values<T>& scale, int column, int dim,
-                                              float (&factors)[N]) {
-#pragma unroll
-  for (int k = 0; k < N; ++k) factors[k] = 0.0f;
-  if (scale.data != nullptr) scale.template load_floats<kAligned>(column, dim, factors);
-#pragma unroll
-  for (int k = 0; k < N; ++k) factors[k] += 1.0f;
-}
-
-template <bool kAligned, typename T, int N>
-__device__ __forceinline__ void multiply_weight(const NormVector& weight, int column, int dim,
-                                                float (&values)[N]) {
-  if (weight.data == nullptr) return;
-  float factors[N];
-  Values<T>(weight.data, weight.dtype).template load_floats<kAligned>(column, dim, factors);
-#pragma unroll
-  for (int k = 0; k < N; ++k) values[k] *= factors[k];
-}
-
-// Writes N columns of a row of [rows, dim] values of T or float32. All lanes of the warp call together.
-template <bool kAligned, typename T, int N>
-__device__ __forceinline__ void store_values(void* data, DType dtype, const float (&values)[N],
-                                             int64_t row, int64_t dim, int column, bool inside) {
-  const int columns = static_cast<int>(dim);
-  if (sizeof(T) != sizeof(float) && dtype == DType::float32) {
-    store<kAligned>(Vector<float, N>::from_floats(values), static_cast<float*>(data) + row * dim,
-                    column, columns, inside);
-  } else {
-    store<kAligned>(Vector<T, N>::from_floats(values), static_cast<T*>(data) + row * dim, column,
-                    columns, inside);
-  }
-}
-
-// What N columns of a row add to the gradients, and their rows of them.
-template <bool kAligned, typename T, int N>
-__device__ __forceinline__ void write_row_gradients(const AdaNormBackward& p,
-                                                    const float (&grad_out)[N],
-                                                    const float (&xhat)[N],
-                                                    const float (&scale_factor)[N], int64_t row,
-                                                    int column, bool inside, float (&a)[N]) {
-  // Every row has its own scale and shift.
-  const int dim = static_cast<int>(p.dim);
-#pragma unroll
-  for (int k = 0; k < N; ++k) a[k] = grad_out[k] * scale_factor[k];
-  if (p.grad_scale != nullptr) {
-    float y[N];
-#pragma unroll
-    for (int k = 0; k < N; ++k) y[k] = xhat[k];
-    multiply_weight<kAligned, T>(p.weight, column, dim, y);
-    if (p.bias.data != nullptr) {
-      float bias[N];
-      Values<T>(p.bias.data, p.bias.dtype).template load_floats<kAligned>(column, dim, bias);
-#pragma unroll
-      for (int k = 0; k < N; ++k) y[k] += bias[k];
-    }
-#pragma unroll
-    for (int k = 0; k < N; ++k) y[k] *= grad_out[k];
-    store_values<kAligned, T>(p.grad_scale, p.scale.dtype, y, row, p.dim, column, inside);
-  }
-  if (p.grad_shift != nullptr)
-    store_values<kAligned, T>(p.grad_shift, p.shift_dtype, grad_out, row, p.dim, column, inside);
-}
-
-// grad_s goes to a row of grad_residual and, times the gate, to one of grad_x; either may be null.
-template <bool kAligned, typename T, int N>
-__device__ __forceinline__ void write_grad_s(float (&grad)[N], const Values<T>& gate,
-                                             T* grad_residual, T* grad_x, int column, int dim,
-                                             bool inside) {
-  if (grad_residual != nullptr)
-    store<kAligned>(Vector<T, N>::from_floats(grad), grad_residual, column, dim, inside);
-  if (grad_x == nullptr) return;
-  if (gate.data != nullptr) {
-    float factors[N];
-    gate.template load_floats<kAligned>(column, dim, factors);
-#pragma unroll
-    for (int k = 0; k < N; ++k) grad[k] *= factors[k];
-  }
-  store<kAligned>(Vector<T, N>::from_floats(grad), grad_x, column, dim, inside);
-}
-
-// A row of a [rows, dim] tensor, or null.
+// A row of what rows are scaled or gated with.
 template <typename T>
-__device__ __forceinline__ T* row_or_null(void* tensor, int64_t row, int64_t dim) {
-  return tensor == nullptr ? nullptr : static_cast<T*>(tensor) + row * dim;
-}
-
-// A tensor of the gradient's inputs on its way through shared memory: the next of a thread's rows. A thread copies
-// the vectors that it will use itself, so no barrier is needed. The address moves on with the rows: to work it out
-// for each takes as many instructions as the row's gradient.
-template <typename T>
-struct RowsToCopy {
-  const T* next;
-  int64_t step;
-
-  __device__ __forceinline__ RowsToCopy(const void* tensor, int64_t row, int64_t row_step,
-                                        int64_t stride, int column)
-      : next(static_cast<const T*>(tensor) + row * stride + column), step(row_step * stride) {}
-};
-
-// Grid: groups of blocks (times the cluster). Block: (threads_per_row, rows_per_block). kResidual:
-// there may be grad_new_residual, grad_residual and a gate; kByRow: there may be a scale or a gate
-// for every row.
-//
-// [stage][tensor][vector][thread] are the rows under way, and behind them what is multiplied with grad_out.
-template <typename T, bool kResidual, bool kByRow, bool kAligned>
-__global__ void __launch_bounds__(kAdaNormThreads, 1)
-    ada_norm_backward_kernel(const AdaNormBackward p, const int cluster, const int stages) {
-  constexpr int N = 16 / sizeof(T);
-  constexpr int kVectors = kAdaNormColumns / N;
-  using V = Vector<T, N>;
-  // NOTE: off a 128-byte boundary the asynchronous copies take a fifth longer.
-  extern __shared__ __align__(128) uint4 dynamic_memory[];
-  __shared__ RowSumScratch<2> scratch[2];
-  const int dim = static_cast<int>(p.dim);
-  const int step = blockDim.x * N;  // between a thread's vectors
-  const int block_in_row = cluster > 1 ? cluster_rank() : 0;
-  const int first_column = block_in_row * kVectors * step + threadIdx.x * N;
-  const auto column_of = [&](int j) { return first_column + j * step; };
-  const int64_t part = blockIdx.x / cluster;  // of all partial sums
-  const int64_t group = quotient(part, p.blocks_per_group);
-  const int64_t begin = group * p.group_rows, end = begin + p.group_rows;
-  const int64_t block_row = begin + (part - group * p.blocks_per_group) * blockDim.y;
-  const int64_t first_row = block_row + threadIdx.y;
-  const int64_t row_step = p.blocks_per_group * blockDim.y;
-  // All rows of a block, and all blocks of a cluster, take the same number of turns; this row has rows in so many.
-  const int64_t turns = quotient(end - block_row + row_step - 1, row_step);
-  const int64_t turns_inside =
-      first_row < end ? quotient(end - first_row + row_step - 1, row_step) : 0;
-  const bool has_extra = kResidual && p.grad_new_residual != nullptr;
-  const bool has_x = kResidual && p.x != nullptr;
-  const bool needs_grad_s =
-      p.grad_x != nullptr || (kResidual && (p.grad_residual != nullptr || p.grad_gate != nullptr));
-
-  const int threads = blockDim.x * blockDim.y;
-  const int stage_size = (2 + has_extra + has_x) * kVectors * threads;
-  V* const memory = reinterpret_cast<V*>(dynamic_memory) + threadIdx.y * blockDim.x + threadIdx.x;
-  const auto slot = [&](int stage, int tensor, int j) {
-    return memory + stage * stage_size + (tensor * kVectors + j) * threads;
-  };
-  RowsToCopy<T> grad_outs(p.grad_out, first_row, row_step, p.grad_out_stride, first_column);
-  RowsToCopy<T> ss(p.s, first_row, row_step, p.s_stride, first_column);
-  RowsToCopy<T> extras(p.grad_new_residual, first_row, row_step, p.grad_new_residual_stride,
-                       first_column);
-  RowsToCopy<T> xs(p.x, first_row, row_step, p.x_stride, first_column);
-  int64_t to_start = turns_inside;
-  const auto copy_row = [&](RowsToCopy<T>& rows, int stage, int tensor, bool inside) {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      if constexpr (kAligned) {
-        if (inside && column_of(j) < dim)
-          V::load_async(slot(stage, tensor, j), rows.next + j * step);
-      } else {
-        *slot(stage, tensor, j) =
-            load<false, N>(rows.next - first_column, column_of(j), inside ? dim : 0);
-      }
-    }
-    rows.next += rows.step;
-  };
-  const auto start = [&](int stage) {
-    const bool inside = to_start > 0;
-    if (inside || !kAligned) {
-      copy_row(grad_outs, stage, 0, inside);
-      copy_row(ss, stage, 1, inside);
-      if (has_extra) copy_row(extras, stage, 2, inside);
-      if (has_x) copy_row(xs, stage, 2 + has_extra, inside);
-    }
-    --to_start;
-    if constexpr (kAligned) async_copy_commit();
-  };
-
-  row_sum_start(cluster, scratch);
-  if constexpr (kAligned) {
-    // Columns behind the row's end are zero in every stage: nothing is copied there later.
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      if (column_of(j) < dim) continue;
-      for (int i = 0; i < stages * (2 + has_extra + has_x); ++i) *slot(0, i, j) = V::zero();
-    }
-  }
-  // What is multiplied with grad_out: weight * (1 + scale). A thread keeps it behind the stages: the sums of its
-  // columns take the registers.
-  static_assert(sizeof(V) == sizeof(float4), "a slot is a vector of either");
-  float4* const factors = reinterpret_cast<float4*>(slot(stages, 0, 0));
-  const auto load_factors = [&](int64_t row) {
-    const Values<T> scale(p.scale, row);
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      float values[N];
-      scale_factors<kAligned>(scale, column_of(j), dim, values);
-      multiply_weight<kAligned, T>(p.weight, column_of(j), dim, values);
-#pragma unroll
-      for (int k = 0; k < N; k += 4)
-        factors[(j * N + k) / 4 * threads] =
-            make_float4(values[k], values[k + 1], values[k + 2], values[k + 3]);
-    }
-  };
-  // The factors first: behind the rows they would wait for all of them.
-  load_factors(begin);
-  for (int stage = 0; stage < stages - 1; ++stage) start(stage);
-  float2 next_statistics = make_float2(0.0f, 0.0f);
-  if (first_row < end) next_statistics = load_statistics(p, first_row);
-
-  float of_a[kVectors][N], of_c[kVectors][N], of_gate[kResidual ? kVectors : 1][N];
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      of_a[j][k] = of_c[j][k] = 0.0f;
-      if constexpr (kResidual) of_gate[j][k] = 0.0f;
-    }
-  }
-
-  row_sum_end(cluster);
-  const Values<T> group_gate(p.gate, begin);
-  T* grad_x = row_or_null<T>(p.grad_x, first_row, p.dim);
-  T* grad_residual = row_or_null<T>(p.grad_residual, first_row, p.dim);
-  int stage = 0;
-#pragma unroll 1
-  for (int64_t turn = 0; turn < turns; ++turn) {
-    const bool row_inside = turn < turns_inside;
-    const int row_dim = row_inside ? dim : 0;
-    const int64_t row = first_row + turn * row_step;
-    start(stage == 0 ? stages - 1 : stage - 1);
-    if constexpr (kAligned) async_copy_wait(stages - 1);
-    const float mean = row_inside ? next_statistics.x : 0.0f;
-    const float rstd = row_inside ? next_statistics.y : 0.0f;
-    if (turn + 1 < turns_inside) next_statistics = load_statistics(p, row + row_step);
-    if (kByRow && p.scale_by_row && row_inside) load_factors(row);
-    const Normalise normalised(mean, 0.0f, rstd);
-
-    // The row's part of the sums of columns; g = grad_out * factor and xhat, which are kept; mean(g) and
-    // mean(g * xhat). Behind the row's end grad_out is zero, and with it all that is added up.
-    // NOTE: unaligned, all lanes of a warp store together; rows behind the last are zero.
-    float g[kVectors][N], xhat[kVectors][N], sums[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      if (!row_inside && kAligned) continue;
-      float grad_out[N], a[N];
-      V::load_shared(slot(stage, 0, j)).to_floats(grad_out);
-      V::load_shared(slot(stage, 1, j)).to_floats(xhat[j]);
-#pragma unroll
-      for (int k = 0; k < N; ++k) {
-        xhat[j][k] = normalised(xhat[j][k]);
-        a[k] = grad_out[k];
-      }
-      if (kByRow && p.scale_by_row) {
-        float scale_factor[N];
-        scale_factors<kAligned>(Values<T>(p.scale, row_inside ? row : begin), column_of(j), dim,
-                                scale_factor);
-        write_row_gradients<kAligned, T>(p, grad_out, xhat[j], scale_factor, row, column_of(j),
-                                         column_of(j) < row_dim, a);
-      }
-#pragma unroll
-      for (int k = 0; k < N; ++k) {
-        // NOTE: where there is no row, its zeros have met the scale of another, which may be infinite.
-        if (!row_inside) a[k] = 0.0f;
-        of_a[j][k] += a[k];
-        of_c[j][k] = fmaf(a[k], xhat[j][k], of_c[j][k]);
-      }
-#pragma unroll
-      for (int k = 0; k < N; k += 4) {
-        const float4 four = factors[(j * N + k) / 4 * threads];
-        g[j][k] = grad_out[k] * four.x;
-        g[j][k + 1] = grad_out[k + 1] * four.y;
-        g[j][k + 2] = grad_out[k + 2] * four.z;
-        g[j][k + 3] = grad_out[k + 3] * four.w;
-      }
-      float sum = 0.0f, dot = 0.0f;
-#pragma unroll
-      for (int k = 0; k < N; ++k) {
-        sum += g[j][k];
-        dot = fmaf(g[j][k], xhat[j][k], dot);
-      }
-      sums[0] += sum;
-      sums[1] += dot;
-    }
-
-    if (needs_grad_s) {
-      row_sum<true>(sums, cluster, scratch, static_cast<int>(turn));
-      // grad_s = rstd * (g - mean(g) - xhat * mean(g * xhat))
-      const float of_xhat = -rstd * (sums[1] / static_cast<float>(dim));
-      const float constant = p.layer ? -rstd * (sums[0] / static_cast<float>(dim)) : 0.0f;
-      Values<T> gate = group_gate;
-      if (kByRow && p.gate_by_row && row_inside) gate = Values<T>(p.gate, row);
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        if (!row_inside && kAligned) continue;
-        const int column = column_of(j);
-        const bool inside = column < row_dim;
-        float grad[N];
-#pragma unroll
-        for (int k = 0; k < N; ++k)
-          grad[k] = fmaf(g[j][k], rstd, fmaf(xhat[j][k], of_xhat, constant));
-        if constexpr (kResidual) {
-          float other[N];
-          const auto read_other = [&](int tensor) {
-            V::load_shared(slot(stage, tensor, j)).to_floats(other);
-          };
-          if (has_extra) {
-            read_other(2);
-#pragma unroll
-            for (int k = 0; k < N; ++k) grad[k] += other[k];
-          }
-          if (has_x) {
-            read_other(2 + has_extra);
-            if (kByRow && p.gate_by_row) {
-#pragma unroll
-              for (int k = 0; k < N; ++k) other[k] *= grad[k];
-              store_values<kAligned, T>(p.grad_gate, p.gate.dtype, other, row, p.dim, column,
-                                        inside);
-            } else if (row_inside) {
-#pragma unroll
-              for (int k = 0; k < N; ++k) of_gate[j][k] = fmaf(grad[k], other[k], of_gate[j][k]);
-            }
-          }
-        }
-        write_grad_s<kAligned>(grad, gate, kResidual ? grad_residual : nullptr, grad_x, column, dim,
-                               inside);
-      }
-      if (grad_x != nullptr) grad_x += row_step * p.dim;
-      if (kResidual && grad_residual != nullptr) grad_residual += row_step * p.dim;
-    }
-    stage = stage + 1 == stages ? 0 : stage + 1;
-  }
-  let_kernel_after_start();
-  if (p.partials == nullptr) return;
-
-  // Add up the rows of the block, in order, and leave the block's sums: [row of the block][column].
-  async_copy_wait(0);
-  const int columns = kVectors * step;
-  float* sums = reinterpret_cast<float*>(dynamic_memory);
-  float* partial = p.partials + part * p.partial_rows * p.dim;
-  const auto leave = [&](const float(&of_thread)[kVectors][N]) {
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      Vector<float, N>::from_floats(of_thread[j])
-          .store(sums + threadIdx.y * columns + j * step + threadIdx.x * N);
-    }
-    __syncthreads();
-    const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-    const int columns_here = min(columns, dim - block_in_row * columns);
-    for (int i = thread; i < columns_here; i += blockDim.x * blockDim.y) {
-      float sum = 0.0f;
-      for (int row = 0; row < static_cast<int>(blockDim.y); ++row) sum += sums[row * columns + i];
-      partial[block_in_row * columns + i] = sum;
-    }
-    partial += p.dim;
-  };
-  if (p.sums_columns) {
-    leave(of_a);
-    leave(of_c);
-  }
-  if constexpr (kResidual) {
-    if (p.sums_gate) leave(of_gate);
-  }
-}
-
-// The gradients of rows of any length and alignment, one a block, read twice. mean(g) and mean(g * xhat) of each
-// row are left behind the partial sums.
-template <typename T>
-__global__ void __launch_bounds__(kAdaNormThreads, 1)
-    ada_norm_backward_streamed_kernel(const AdaNormBackward p, float2* means) {
-  constexpr bool kAligned = false;
-  constexpr int N = 16 / sizeof(T);
-  __shared__ RowSumScratch<2> scratch[1];
-  const int64_t row = blockIdx.x;
-  const int dim = static_cast<int>(p.dim);
-  const int step = blockDim.x * N;
-  const T* grad_out_row = static_cast<const T*>(p.grad_out) + row * p.grad_out_stride;
-  const T* s = static_cast<const T*>(p.s) + row * p.s_stride;
-  const T* extra = static_cast<const T*>(p.grad_new_residual) + row * p.grad_new_residual_stride;
-  const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
-  const float2 statistics = load_statistics(p, row);
-  const Values<T> scale(p.scale, row), gate(p.gate, row);
-
-  // grad_out, xhat, 1 + scale, and weight * (1 + scale).
-  const auto read = [&](int column, float(&grad_out)[N], float(&xhat)[N], float(&scale_factor)[N],
-                        float(&factors)[N]) {
-    load<kAligned, N>(grad_out_row, column, dim).to_floats(grad_out);
-    load<kAligned, N>(s, column, dim).to_floats(xhat);
-    scale_factors<kAligned>(scale, column, dim, scale_factor);
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      xhat[k] = (xhat[k] - statistics.x) * statistics.y;
-      factors[k] = scale_factor[k];
-    }
-    multiply_weight<kAligned, T>(p.weight, column, dim, factors);
-  };
-
-  float sums[2] = {};
-  for (int column = threadIdx.x * N; column < dim; column += step) {
-    float grad_out[N], xhat[N], scale_factor[N], factors[N];
-    read(column, grad_out, xhat, scale_factor, factors);
-    float sum = 0.0f, dot = 0.0f;
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      const float g = grad_out[k] * factors[k];
-      sum += g;
-      dot = fmaf(g, xhat[k], dot);
-    }
-    sums[0] += sum;
-    sums[1] += dot;
-  }
-  row_sum<false>(sums, 1, scratch, 0);
-  const float mean_g = p.layer ? sums[0] / static_cast<float>(dim) : 0.0f;
-  const float mean_product = sums[1] / static_cast<float>(dim);
-  if (means != nullptr && threadIdx.x == 0) means[row] = make_float2(mean_g, mean_product);
-
-  for (int start = 0; start < dim; start += step) {
-    const int column = start + threadIdx.x * N;
-    const bool inside = column < dim;
-    float grad_out[N], xhat[N], scale_factor[N], factors[N], a[N];
-    read(column, grad_out, xhat, scale_factor, factors);
-    if (p.scale_by_row)
-      write_row_gradients<kAligned, T>(p, grad_out, xhat, scale_factor, row, column, inside, a);
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      const float g = grad_out[k] * factors[k];
-      grad_out[k] = statistics.y * ((g - mean_g) - xhat[k] * mean_product);
-    }
-    if (p.grad_new_residual != nullptr) {
-      load<kAligned, N>(extra, column, dim).to_floats(a);
-#pragma unroll
-      for (int k = 0; k < N; ++k) grad_out[k] += a[k];
-    }
-    if (p.grad_gate != nullptr && p.gate_by_row) {
-      load<kAligned, N>(x, column, dim).to_floats(a);
-#pragma unroll
-      for (int k = 0; k < N; ++k) a[k] *= grad_out[k];
-      store_values<kAligned, T>(p.grad_gate, p.gate.dtype, a, row, p.dim, column, inside);
-    }
-    write_grad_s<kAligned>(grad_out, gate, row_or_null<T>(p.grad_residual, row, p.dim),
-                           row_or_null<T>(p.grad_x, row, p.dim), column, dim, inside);
-  }
-}
-
-// One value of T or float32, or `missing`.
-template <typename T>
-__device__ __forceinline__ float value_at(const Values<T>& values, int64_t i, float missing) {
-  return values.data == nullptr ? missing : values.at(i);
-}
-
-// Partial sums of streamed rows. Grid: groups * blocks_per_group, times the blocks of columns; a thread has one
-// column of an equal share of a group's rows.
-constexpr int kAdaNormStreamedThreads = 256;
-
-template <typename T>
-__global__ void __launch_bounds__(kAdaNormStreamedThreads)
-    ada_norm_backward_streamed_sums_kernel(const AdaNormBackward p, const float2* means) {
-  const uint32_t column_blocks = (static_cast<uint32_t>(p.dim) + blockDim.x - 1) / blockDim.x;
-  const int64_t part = blockIdx.x / column_blocks;
-  const int64_t column = int64_t{blockIdx.x % column_blocks} * blockDim.x + threadIdx.x;
-  if (column >= p.dim) return;
-  const int64_t group = quotient(part, p.blocks_per_group);
-  const int64_t share = part - group * p.blocks_per_group;
-  const int64_t begin = group * p.group_rows + p.group_rows * share / p.blocks_per_group;
-  const int64_t end = group * p.group_rows + p.group_rows * (share + 1) / p.blocks_per_group;
-  const bool columns = p.sums_columns, gate = p.sums_gate;
-  const float weight = value_at(Values<T>(p.weight.data, p.weight.dtype), column, 1.0f);
-  float of_a = 0.0f, of_c = 0.0f, of_gate = 0.0f;
-#pragma unroll 4
-  for (int64_t row = begin; row < end; ++row) {
-    const float2 statistics = load_statistics(p, row);
-    const auto element = [&](const void* tensor, int64_t stride) {
-      return to_float(static_cast<const T*>(tensor)[row * stride + column]);
-    };
-    const float grad_out = element(p.grad_out, p.grad_out_stride);
-    const float xhat = (element(p.s, p.s_stride) - statistics.x) * statistics.y;
-    const float factor = 1.0f + value_at(Values<T>(p.scale, row), column, 0.0f);
-    const float a = p.scale_by_row ? grad_out * factor : grad_out;
-    of_a += a;
-    of_c = fmaf(a, xhat, of_c);
-    if (!gate) continue;
-    const float2 mean = means[row];
-    const float g = grad_out * factor * weight;
-    float grad = statistics.y * ((g - mean.x) - xhat * mean.y);
-    if (p.grad_new_residual != nullptr)
-      grad += element(p.grad_new_residual, p.grad_new_residual_stride);
-    of_gate = fmaf(grad, element(p.x, p.x_stride), of_gate);
-  }
-  float* partial = p.partials + part * p.partial_rows * p.dim + column;
-  if (columns) {
-    partial[0] = of_a;
-    partial[p.dim] = of_c;
-  }
-  if (gate) partial[columns ? 2 * p.dim : 0] = of_gate;
+__device__ __forceinline__ RuntimeValues<T> modulation_of(const Modulation& m, int64_t row) {
+  const RuntimeValues<T> values(m.data, m.dtype);
+  return m.data == nullptr ? values : values.row_at(quotient(row, m.rows) * m.stride);
 }
 
 // The gradients that are sums, of the partial sums: A, C and G of each group, or of those what is summed.
@@ -882,67 +392,243 @@ struct AdaNormGradients {
   }
 };
 
+// What the backward of a row is (norm/row_backward.h). kResidual: there may be grad_new_residual,
+// grad_residual and a gate; kByRow: there may be a scale or a gate for every row.
+//
+// The sums of columns are A, C and G (norm/ada_norm.h). Two take 64 registers with 32 columns a
+// thread; three leave room for 16 columns, and for a few more threads to hide latency.
+template <typename T, bool kResidual, bool kByRow>
+struct AdaNormBackwardOp {
+  using Params = AdaNormBackward;
+  using Element = T;
+  using GradOut = T;
+  static constexpr int kTensors = kResidual ? 4 : 2, kOutputs = kResidual ? 2 : 1;
+  static constexpr int kStatistics = 2, kRowSums = 2, kColumnSums = kResidual ? 3 : 2;
+  static constexpr int kThreads = ada_norm_backward_threads(kResidual && !kByRow);
+  static constexpr int kColumns = ada_norm_backward_columns(kResidual);
+  static constexpr bool kFullStages = false;
+  static constexpr bool kFactorsInShared = true, kShortRows = !kResidual, kBulk = !kByRow;
+  using Values = RuntimeValues<T>;
+
+  static __device__ __forceinline__ bool factors_by_row(const Params& p) {
+    return kByRow && p.scale_by_row;
+  }
+
+  // weight * (1 + scale) of N columns.
+  template <int N, bool kAligned>
+  struct FactorLoading {
+    RuntimeLoading<T, N, kAligned> weight, scale;
+
+    static __device__ __forceinline__ Values weight_of(const Params& p) {
+      return Values(p.weight.data, p.weight.dtype);
+    }
+    __device__ __forceinline__ void start(const Params& p, int64_t row, int column, int dim) {
+      weight.start(weight_of(p), column, dim);
+      scale.start(modulation_of<T>(p.scale, row), column, dim);
+    }
+    __device__ __forceinline__ void finish(const Params& p, int64_t row, int column, int dim,
+                                           float (&factors)[N]) const {
+      float weights[N];
+      scale.finish(modulation_of<T>(p.scale, row), column, dim, 0.0f, factors);
+      weight.finish(weight_of(p), column, dim, 1.0f, weights);
+#pragma unroll
+      for (int k = 0; k < N; ++k) factors[k] = (1.0f + factors[k]) * weights[k];
+    }
+  };
+
+  static __device__ __forceinline__ Normalise normalised(const RowMoments& moments) {
+    return Normalise(moments.mean, 0.0f, moments.rstd);
+  }
+
+  // g and g * xhat.
+  template <int N>
+  static __device__ __forceinline__ void terms(const float (&grad_out)[N],
+                                               const float (&factors)[N], const float (&s)[N],
+                                               const RowMoments& moments, float (&sums)[2]) {
+    float sum = 0.0f, dot = 0.0f;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const float g = grad_out[k] * factors[k];
+      sum += g;
+      dot = fmaf(g, normalised(moments)(s[k]), dot);
+    }
+    sums[0] += sum;
+    sums[1] += dot;
+  }
+
+  // grad_s = rstd * (g - mean(g) - xhat * mean(g * xhat))
+  struct Coefficients {
+    float rstd, of_xhat, constant;
+    __device__ __forceinline__ Coefficients(float rstd_, const float2& pair)
+        : rstd(rstd_), of_xhat(pair.x), constant(pair.y) {}
+    __device__ __forceinline__ float2 pair() const { return make_float2(of_xhat, constant); }
+    __device__ __forceinline__ float grad_s(float g, float xhat) const {
+      return fmaf(g, rstd, fmaf(xhat, of_xhat, constant));
+    }
+  };
+  static __device__ __forceinline__ Coefficients coefficients(const Params& p,
+                                                              const float (&sums)[2],
+                                                              const RowMoments& moments,
+                                                              const RowBackward& launch) {
+    const float dim = static_cast<float>(launch.dim);
+    const float of_xhat = -moments.rstd * (sums[1] / dim);
+    return {moments.rstd, make_float2(of_xhat, p.layer ? -moments.rstd * (sums[0] / dim) : 0.0f)};
+  }
+
+  // Every row has its own scale and shift: writes their gradients, and a = grad_out * (1 + scale).
+  template <bool kAligned, int N>
+  static __device__ __forceinline__ void write_row_gradients(const Params& p, int64_t row,
+                                                             int column, const float (&grad_out)[N],
+                                                             const float (&xhat)[N],
+                                                             float (&a)[N]) {
+    const int dim = static_cast<int>(p.dim);
+    if (p.grad_scale != nullptr) {
+      float y[N], bias[N];
+      load_values<kAligned>(Values(p.weight.data, p.weight.dtype), column, dim, 1.0f, y);
+      load_values<kAligned>(Values(p.bias.data, p.bias.dtype), column, dim, 0.0f, bias);
+#pragma unroll
+      for (int k = 0; k < N; ++k) y[k] = grad_out[k] * (xhat[k] * y[k] + bias[k]);
+      store_values<kAligned, T>(p.grad_scale, p.scale.dtype, row * p.dim, y, column, dim);
+    }
+    if (p.grad_shift != nullptr)
+      store_values<kAligned, T>(p.grad_shift, p.shift_dtype, row * p.dim, grad_out, column, dim);
+    load_values<kAligned>(modulation_of<T>(p.scale, row), column, dim, 0.0f, a);
+#pragma unroll
+    for (int k = 0; k < N; ++k) a[k] = grad_out[k] * (1.0f + a[k]);
+  }
+
+  template <bool kAligned, int N, typename Read, typename Store>
+  static __device__ __forceinline__ void gradients(const Params& p, const RowBackward& launch,
+                                                   int64_t row, int column,
+                                                   const float (&factors)[N], float (&grad_out)[N],
+                                                   float (&s)[N], const RowMoments& moments,
+                                                   const Coefficients& coefficients,
+                                                   const Read& read, const Store& store,
+                                                   float (&sums)[kColumnSums][N]) {
+    const int dim = static_cast<int>(p.dim);
+    float a[N], grad[N];
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      s[k] = normalised(moments)(s[k]);
+      a[k] = grad_out[k];
+    }
+    if (kByRow && p.scale_by_row) write_row_gradients<kAligned>(p, row, column, grad_out, s, a);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      sums[0][k] += a[k];
+      sums[1][k] = fmaf(a[k], s[k], sums[1][k]);
+      grad[k] = coefficients.grad_s(grad_out[k] * factors[k], s[k]);
+    }
+    if (!launch.needs_rows) return;
+    if constexpr (kResidual) {
+      if (launch.extra > 0) {
+        read(launch.extra, a);
+#pragma unroll
+        for (int k = 0; k < N; ++k) grad[k] += a[k];
+      }
+      if (p.grad_gate != nullptr) {
+        read(launch.tensors.count - 1, a);  // x
+        if (kByRow && p.gate_by_row) {
+#pragma unroll
+          for (int k = 0; k < N; ++k) a[k] *= grad[k];
+          store_values<kAligned, T>(p.grad_gate, p.gate.dtype, row * p.dim, a, column, dim);
+        } else {
+#pragma unroll
+          for (int k = 0; k < N; ++k) sums[2][k] = fmaf(grad[k], a[k], sums[2][k]);
+        }
+      }
+      if (p.grad_residual != nullptr) store(1, p.grad_residual, grad);
+      if (p.grad_x != nullptr && p.gate.data != nullptr) {
+        load_values<kAligned>(modulation_of<T>(p.gate, row), column, dim, 1.0f, a);
+#pragma unroll
+        for (int k = 0; k < N; ++k) grad[k] *= a[k];
+      }
+    }
+    if (p.grad_x != nullptr) store(0, p.grad_x, grad);
+  }
+
+  template <bool kAligned, int N>
+  static __device__ __forceinline__ void column_terms(const Params& p, const RowBackward& launch,
+                                                      int64_t row, int column,
+                                                      const float (&grad_out)[N],
+                                                      const float (&s)[N],
+                                                      const RowMoments& moments,
+                                                      float (&sums)[kColumnSums][N]) {
+    const int dim = static_cast<int>(p.dim);
+    const bool lost = may_be_unused(launch, moments);
+    float scale[N];
+    load_values<kAligned>(modulation_of<T>(p.scale, row), column, dim, 0.0f, scale);
+    float xhat[N];
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      xhat[k] = lost && grad_out[k] == 0.0f ? 0.0f : normalised(moments)(s[k]);
+      const float a = kByRow && p.scale_by_row ? grad_out[k] * (1.0f + scale[k]) : grad_out[k];
+      sums[0][k] += a;
+      sums[1][k] = fmaf(a, xhat[k], sums[1][k]);
+    }
+    if constexpr (kResidual) {
+      if (!p.sums_gate) return;
+      float grad[N], other[N];
+      load_values<kAligned>(Values(p.weight.data, p.weight.dtype), column, dim, 1.0f, other);
+      // Of a row that is not used nothing comes but the gradient of the sum.
+      const Coefficients coefficients(moments.rstd, launch.means[row]);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        grad[k] = coefficients.grad_s(grad_out[k] * (1.0f + scale[k]) * other[k], xhat[k]);
+        if (lost && grad_out[k] == 0.0f) grad[k] = coefficients.of_xhat;
+      }
+      if (launch.extra > 0) {
+        load<kAligned, N>(launch.tensors.row<T>(launch.extra, row, 0), column, dim)
+            .to_floats(other);
+#pragma unroll
+        for (int k = 0; k < N; ++k) grad[k] += other[k];
+      }
+      load<kAligned, N>(launch.tensors.row<T>(launch.tensors.count - 1, row, 0), column, dim)
+          .to_floats(other);
+#pragma unroll
+      for (int k = 0; k < N; ++k) sums[2][k] = fmaf(grad[k], other[k], sums[2][k]);
+    }
+  }
+
+  static __device__ __forceinline__ int kind(const Params& p, int i) {
+    if (i < 2) return p.sums_columns ? i : -1;
+    return p.sums_gate ? p.partial_rows - 1 : -1;
+  }
+  static __host__ __device__ __forceinline__ AdaNormGradients<T> finish(const Params& p) {
+    return {p};
+  }
+  static __device__ __forceinline__ void* output(const Params& p, int i) {
+    return i == 0 ? p.grad_x : p.grad_residual;
+  }
+};
+
 // ---- launchers ----
 
-int tensors_read(const AdaNormBackward& p) {
-  return 2 + (p.grad_new_residual != nullptr) + (p.x != nullptr);
-}
-
-// Whether there is more than grad_x of what was normalised.
-bool has_residual(const AdaNormBackward& p) {
-  return p.grad_new_residual != nullptr || p.grad_residual != nullptr || p.grad_gate != nullptr;
-}
-
-AdaNormBackwardPolicy policy_of(const AdaNormBackward& p, int device) {
-  return ada_norm_backward_policy(device_info(device), is_aligned(p), tensors_read(p), p);
-}
-
-template <typename T>
-gpuError launch_backward_streamed(const AdaNormBackward& p, const AdaNormBackwardPolicy& policy,
-                                  gpuStream stream) {
-  const int64_t parts = p.rows / p.group_rows * p.blocks_per_group;
-  float2* means = nullptr;
-  if (p.partials != nullptr)
-    means = reinterpret_cast<float2*>(p.partials) + ceil_div(parts * p.partial_rows * p.dim, 2);
-  gpuError error = gpuSuccess;
-  // Sums of columns alone need nothing of it; those of the gate come with a gradient of the gate.
-  if (p.grad_x != nullptr || p.grad_residual != nullptr || p.grad_gate != nullptr ||
-      p.scale_by_row) {
-    error = gpu_launch(&ada_norm_backward_streamed_kernel<T>, dim3(p.rows),
-                       dim3(policy.row.threads_per_row), 0, 1, stream, p, means);
+RowBackward ada_norm_backward_launch(const AdaNormBackward& p, const RowBackwardShape& shape) {
+  RowBackward launch{};
+  RowTensors& tensors = launch.tensors;
+  const auto add = [&](const void* data, int64_t stride) {
+    tensors.data[tensors.count] = data;
+    tensors.stride[tensors.count++] = stride;
+  };
+  add(p.grad_out, p.grad_out_stride);
+  add(p.s, p.s_stride);
+  if (p.grad_new_residual != nullptr) {
+    launch.extra = tensors.count;
+    add(p.grad_new_residual, p.grad_new_residual_stride);
   }
-  if (error != gpuSuccess || p.partials == nullptr) return error;
-  return gpu_launch(&ada_norm_backward_streamed_sums_kernel<T>,
-                    dim3(parts * ceil_div(p.dim, kAdaNormStreamedThreads)),
-                    dim3(kAdaNormStreamedThreads), 0, 1, stream, p, means);
-}
-
-template <typename T>
-gpuError launch_backward(const AdaNormBackward& p, const AdaNormBackwardPolicy& policy,
-                         gpuStream stream) {
-  if (policy.row.streamed) return launch_backward_streamed<T>(p, policy, stream);
-  const dim3 grid(p.rows / p.group_rows * p.blocks_per_group * policy.row.cluster);
-  const dim3 block(policy.row.threads_per_row, policy.row.rows_per_block);
-  return with_bool(is_aligned(p), [&](auto aligned) {
-    const auto run = [&](auto kernel) {
-      return gpu_launch(kernel, grid, block, policy.shared_bytes, policy.row.cluster, stream, p,
-                        policy.row.cluster, policy.stages);
-    };
-    if constexpr (aligned) {
-      if (has_residual(p) && !p.scale_by_row && !p.gate_by_row)
-        return run(&ada_norm_backward_kernel<T, true, false, true>);
-    }
-    if (has_residual(p) || p.scale_by_row || p.gate_by_row)
-      return run(&ada_norm_backward_kernel<T, true, true, aligned>);
-    return run(&ada_norm_backward_kernel<T, false, false, aligned>);
-  });
-}
-
-template <typename T>
-gpuError launch_backward_sums(const AdaNormBackward& p, gpuStream stream) {
-  return reduce_partials(
-      {p.partials, p.rows / p.group_rows, p.blocks_per_group, p.partial_rows, p.dim}, stream,
-      AdaNormGradients<T>{p});
+  if (p.x != nullptr) add(p.x, p.x_stride);
+  launch.statistics = p.statistics;
+  launch.statistics_size = p.layer ? 2 : 1;
+  launch.needs_rows = p.grad_x != nullptr || p.grad_residual != nullptr || p.grad_gate != nullptr;
+  launch.partials = p.partials;
+  launch.partial_kinds = p.partial_rows;
+  // Streamed rows leave what the sums of the gate need of them after the partial sums, as pairs.
+  if (p.partials != nullptr) {
+    launch.means =
+        reinterpret_cast<float2*>(p.partials) + ceil_div(ada_norm_backward_sums(p, shape), 2);
+  }
+  return launch;
 }
 
 }  // namespace
@@ -970,23 +656,28 @@ const char* ada_norm_forward(const AdaNormForward& given, int device, void* raw_
 }
 
 int64_t ada_norm_backward_workspace(AdaNormBackward& p, int device) {
-  const AdaNormBackwardPolicy policy = policy_of(p, device);
+  const RowBackwardShape shape = ada_norm_backward_shape(p);
+  const RowBackwardPolicy policy = row_backward_policy(device_info(device), shape);
   p.blocks_per_group = policy.blocks_per_group;
-  const int kinds = p.partial_rows;
-  if (kinds == 0) return 0;
-  const int64_t sums = p.rows / p.group_rows * p.blocks_per_group * kinds * p.dim;
-  // The means of streamed rows lie behind, as pairs.
+  if (p.partial_rows == 0) return 0;
+  const int64_t sums = ada_norm_backward_sums(p, shape);
   return policy.row.streamed ? 2 * (ceil_div(sums, 2) + p.rows) : sums;
 }
 
 const char* ada_norm_backward(const AdaNormBackward& p, int device, void* raw_stream) {
   const gpuStream stream = static_cast<gpuStream>(raw_stream);
-  const AdaNormBackwardPolicy policy = policy_of(p, device);
+  const RowBackwardShape shape = ada_norm_backward_shape(p);
+  const RowBackwardPolicy policy = row_backward_policy(device_info(device), shape);
+  RowBackward launch = ada_norm_backward_launch(p, shape);
+  if (!policy.row.streamed) launch.means = nullptr;
+  if (policy.row.streamed && p.scale_by_row) launch.needs_rows = true;  // it writes their gradients
   return message_of(dispatch_dtype(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const gpuError error = launch_backward<T>(p, policy, stream);
-    if (error != gpuSuccess || p.partials == nullptr) return error;
-    return launch_backward_sums<T>(p, stream);
+    if (p.scale_by_row || p.gate_by_row)
+      return row_backward<AdaNormBackwardOp<T, true, true>>(p, launch, shape, policy, stream);
+    if (ada_norm_has_residual(p))
+      return row_backward<AdaNormBackwardOp<T, true, false>>(p, launch, shape, policy, stream);
+    return row_backward<AdaNormBackwardOp<T, false, false>>(p, launch, shape, policy, stream);
   }));
 }
 

@@ -8,6 +8,7 @@
 #include "common/launch_policy.h"
 #include "norm/ada_norm.h"
 #include "norm/row_forward_policy.h"
+#include "norm/row_backward_policy.h"
 
 namespace fuselage {
 
@@ -49,64 +50,44 @@ inline RowPolicy ada_norm_forward_policy(const DeviceInfo& device, bool aligned,
   return row_forward_policy(device, {p.rows, p.dim, dtype_size(p.dtype), aligned});
 }
 
-// Columns of a row in a thread of the backward, which keeps their sums (up to three a column) in registers.
-constexpr int kAdaNormColumns = 16;
-constexpr int kAdaNormMaxStages = 4;
-constexpr int kAdaNormStageBytes = 96 * 1024;  // of rows under way in a block
+// Whether there is more than grad_x of what was normalised, or the kernel for that is taken.
+inline bool ada_norm_has_residual(const AdaNormBackward& p) {
+  return p.grad_new_residual != nullptr || p.grad_residual != nullptr || p.grad_gate != nullptr;
+}
 
-struct AdaNormBackwardPolicy {
-  RowPolicy row;
-  int stages;                // rows under way between global and shared memory
-  int shared_bytes;          // dynamic shared memory of a block
-  int64_t blocks_per_group;  // or clusters of them; each leaves one row of every partial sum
-};
+// Of a block and of a thread of the backward, which keeps two sums a column in registers, or three
+// where there is a residual.
+constexpr int ada_norm_backward_threads(bool residual) { return residual ? 640 : 512; }
+constexpr int ada_norm_backward_columns(bool residual) { return residual ? 16 : 32; }
 
-// `tensors`: that are read, of two to four.
-inline AdaNormBackwardPolicy ada_norm_backward_policy(const DeviceInfo& device, bool aligned,
-                                                      int tensors, const AdaNormBackward& p) {
-  AdaNormBackwardPolicy policy{};
-  RowPolicy& row = policy.row;
-  const int64_t groups = p.rows / p.group_rows;
-  const int64_t threads = ceil_div(p.dim, kAdaNormColumns);
-  const int shared_bytes = device.max_shared_memory - 4096;  // less the kernel's own arrays
-  const int bytes_per_thread = tensors * kAdaNormColumns * dtype_size(p.dtype);  // of a stage
-  const int factor_bytes = kAdaNormColumns * static_cast<int>(sizeof(float));    // of a thread
-  // Where shared memory is small, blocks have fewer threads.
-  int block_threads = kAdaNormThreads;
-  while (block_threads > kWarpSize &&
-         block_threads * (bytes_per_thread + factor_bytes) > shared_bytes)
-    block_threads -= kWarpSize;
-  row = {1, 1, kAdaNormThreads, 1, 1, false};
-  if (threads > block_threads) row.cluster = cluster_for(device, threads, block_threads);
-  const int64_t threads_each = threads_for(ceil_div(threads, row.cluster), 1);
-  row.streamed = threads_each > block_threads;
-  if (row.streamed) {
-    row.cluster = 1;
-    policy.blocks_per_group = std::clamp<int64_t>(64 / groups, 1, p.group_rows);
-    return policy;
-  }
-  row.threads_per_row = static_cast<int>(threads_each);
-  // As many rows side by side as there are for each multiprocessor, and threads for.
-  if (row.cluster == 1) {
-    const int64_t rows_each =
-        ceil_div(p.group_rows, std::max<int64_t>(1, device.multiprocessors / groups));
-    row.rows_per_block =
-        static_cast<int>(std::clamp<int64_t>(rows_each, 1, block_threads / row.threads_per_row));
-  }
-  const int threads_of_block = row.rows_per_block * row.threads_per_row;
-  const int stage_bytes = threads_of_block * bytes_per_thread;
-  const int shared_factors = threads_of_block * factor_bytes;
-  policy.stages = 1;
-  if (aligned) {
-    policy.stages =
-        std::clamp(std::min(kAdaNormStageBytes, shared_bytes - shared_factors) / stage_bytes, 1,
-                   kAdaNormMaxStages);
-  }
-  // At the end the same memory holds the sums of the block's rows, one kind after the other.
-  policy.shared_bytes = policy.stages * stage_bytes + shared_factors;
-  policy.blocks_per_group = std::clamp<int64_t>(device.multiprocessors / row.cluster / groups, 1,
-                                                ceil_div(p.group_rows, row.rows_per_block));
-  return policy;
+inline RowBackwardShape ada_norm_backward_shape(const AdaNormBackward& p) {
+  RowBackwardShape shape{};
+  shape.groups = p.rows / p.group_rows;
+  shape.group_rows = p.group_rows;
+  shape.dim = p.dim;
+  shape.aligned = is_aligned(p);
+  shape.element_size = shape.grad_out_size = dtype_size(p.dtype);
+  shape.tensors = 2 + (p.grad_new_residual != nullptr ? 1 : 0) + (p.x != nullptr ? 1 : 0);
+  const bool by_row = p.scale_by_row || p.gate_by_row;
+  const bool residual = ada_norm_has_residual(p) || by_row;
+  shape.outputs = residual ? 2 : 1;
+  shape.statistics = 2;
+  shape.factors_in_shared = true;
+  shape.factors_by_row = p.scale_by_row;
+  shape.column_sums = p.partial_rows == 0 ? 0 : residual ? 3 : 2;
+  // What groups share is left to the second kernel.
+  const bool shared = p.grad_weight != nullptr || p.grad_bias != nullptr || p.scale_rows == p.rows;
+  shape.sums_need_rows = p.sums_gate || (shape.groups > 1 && shared);
+  shape.threads = ada_norm_backward_threads(residual && !by_row);
+  shape.max_columns = ada_norm_backward_columns(residual);
+  shape.short_rows = !residual;
+  shape.bulk = !by_row;
+  return shape;
+}
+
+// Partial sums of all groups, in floats.
+inline int64_t ada_norm_backward_sums(const AdaNormBackward& p, const RowBackwardShape& shape) {
+  return shape.groups * p.blocks_per_group * p.partial_rows * p.dim;
 }
 
 }  // namespace fuselage

@@ -1,0 +1,546 @@
+// The backward of every row operator: grad_x of each row, and sums over the rows for what the rows
+// share.
+//
+// A persistent grid. A block (or a cluster, for long rows) works on every so many rows of one
+// group, which is what shares its column sums. The next rows are copied into shared memory
+// (norm/row_stages.h) while the current one is worked on:
+//
+//   copy rows ahead -> read: terms -> sums over the row, one barrier -> read again: gradients
+//
+// Both passes read the stage, which costs less than to keep a row in registers: those hold the
+// column sums. Rows side by side in a block have a barrier each (kRowsApart), so that one computes
+// while another waits. At the end the block adds up the column sums of its rows in order and leaves
+// them as one part (common/reduce_partials.h). Where rows are few, other blocks of the same launch
+// make the column sums (norm/row_columns.h).
+//
+// Rows too long for that are streamed: a block a row, read twice, and a kernel by columns for the
+// sums.
+//
+// An operator says what differs, in a struct of static functions:
+//
+//   struct Op {
+//     using Params, Element, GradOut;   // Element: of all tensors but grad_out, tensor 0
+//     constexpr int kTensors;           // that are read for a row, at most; s is tensor 1
+//     constexpr int kOutputs;           // rows that are written through the stages, at most
+//     constexpr int kStatistics, kRowSums, kColumnSums;
+//     constexpr int kThreads;           // of a block, at most
+//     constexpr int kColumns;           // of a thread, at most: registers for kColumnSums of them
+//     constexpr bool kFullStages;       // stages have room for kThreads: offsets are constants
+//     constexpr bool kFactorsInShared;  // or in registers
+//     constexpr bool kShortRows;        // there are kernels with fewer columns a thread
+//     constexpr bool kBulk;             // there are kernels with bulk copies
+//     struct FactorLoading<N, kAligned> { start(p, row, column, dim); finish(.., factors); }
+//     factors_by_row(p)                 // whether each row has its own
+//     terms(grad_out, factors, s, moments, sums)       // adds a vector's part of the row's sums
+//     coefficients(p, sums, moments, launch)           // what gradients needs of these
+//     gradients<kAligned>(p, launch, row, column, factors, grad_out, s, moments, coefficients,
+//                         read, store, sums)           // stores rows, adds to sums of columns
+//     column_terms<kAligned>(p, launch, row, column, grad_out, s, moments, sums)  // these alone
+//     kind(p, i)                        // the place of sum i in a part, or -1 if it is not kept
+//     finish(p)                         // the Finish of reduce_partials
+//     output(p, i)                      // what `store` is given for output i, or null
+//   };
+#pragma once
+
+#include <type_traits>
+
+#include "common/dispatch.h"
+#include "common/quotient.h"
+#include "common/reduce.h"
+#include "common/reduce_partials.h"
+#include "norm/row_columns.h"
+#include "norm/row_stages.h"
+
+namespace fuselage {
+namespace {
+
+// The factors of a thread's columns: in registers, or in shared memory, where the threads of other
+// rows with the same columns read them too.
+template <typename Op, int kVectors, int N, bool kInShared = Op::kFactorsInShared>
+struct RowFactors {
+  float values[kVectors][N];
+
+  __device__ __forceinline__ RowFactors(float4*, bool) {}
+  __device__ __forceinline__ void set(int j, const float (&factors)[N]) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[j][k] = factors[k];
+  }
+  __device__ __forceinline__ void get(int j, float (&factors)[N]) const {
+#pragma unroll
+    for (int k = 0; k < N; ++k) factors[k] = values[j][k];
+  }
+};
+
+// [vector][quarter][thread of the row]
+template <typename Op, int kVectors, int N>
+struct RowFactors<Op, kVectors, N, true> {
+  float4* quads;
+  const bool writes;
+
+  __device__ __forceinline__ RowFactors(float4* memory, bool by_row)
+      : quads(memory + threadIdx.x), writes(by_row || threadIdx.y == 0) {}
+  __device__ __forceinline__ float4* quad(int j, int k) const {
+    return quads + (j * N + k) / 4 * static_cast<int>(blockDim.x);
+  }
+  __device__ __forceinline__ void set(int j, const float (&factors)[N]) {
+    if (!writes) return;
+#pragma unroll
+    for (int k = 0; k < N; k += 4)
+      *quad(j, k) = make_float4(factors[k], factors[k + 1], factors[k + 2], factors[k + 3]);
+  }
+  __device__ __forceinline__ void get(int j, float (&factors)[N]) const {
+#pragma unroll
+    for (int k = 0; k < N; k += 4) {
+      const float4 four = *quad(j, k);
+      factors[k] = four.x;
+      factors[k + 1] = four.y;
+      factors[k + 2] = four.z;
+      factors[k + 3] = four.w;
+    }
+  }
+};
+
+// ---- the resident kernel ----
+
+// A thread's part in it.
+template <typename Op, typename Stages, int kVectors, bool kClusters>
+struct RowBackwardThread {
+  using T = typename Op::Element;
+  using O = typename Op::GradOut;
+  static constexpr int N = 16 / sizeof(T);
+  static constexpr bool kAligned = !Stages::kShared;
+
+  const typename Op::Params& p;
+  const RowBackward& launch;
+  const int cluster, stages, statistics_pitch, block_in_row;
+  const RowColumns columns;
+  int64_t first_row, end, row_step;
+  char* memory;
+  float* statistics;  // of this thread's row in the first stage
+  RowFactors<Op, kVectors, N> factors;
+  Stages staged;
+  float sums[kVectors][Op::kColumnSums][N];
+
+  __device__ __forceinline__ RowBackwardThread(const typename Op::Params& p_,
+                                               const RowBackward& launch_, char* memory_,
+                                               int cluster_, int block_in_row_, int64_t first_row_,
+                                               int64_t end_, const RowBackwardLayout& layout)
+      : p(p_),
+        launch(launch_),
+        cluster(cluster_),
+        stages(layout.stages),
+        statistics_pitch(layout.statistics_bytes / 4),
+        block_in_row(block_in_row_),
+        columns{static_cast<int>(launch_.dim),
+                block_in_row_ * kVectors * static_cast<int>(blockDim.x) * N +
+                    static_cast<int>(threadIdx.x) * N,
+                static_cast<int>(blockDim.x) * N},
+        first_row(first_row_),
+        end(end_),
+        row_step(launch_.blocks_per_group * blockDim.y),
+        memory(memory_),
+        statistics(reinterpret_cast<float*>(memory_) +
+                   (threadIdx.y * blockDim.x + threadIdx.x) * Op::kStatistics),
+        factors(reinterpret_cast<float4*>(memory_ + stages * layout.statistics_bytes +
+                                          (Op::factors_by_row(p_) ? threadIdx.y : 0) * kVectors *
+                                              N * 4 * blockDim.x),
+                Op::factors_by_row(p_)),
+        staged(memory_ + stages * layout.statistics_bytes + layout.factor_bytes, launch_.tensors,
+               columns, first_row_, row_step, stages) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+#pragma unroll
+      for (int i = 0; i < Op::kColumnSums; ++i) {
+#pragma unroll
+        for (int k = 0; k < N; ++k) sums[j][i][k] = 0.0f;
+      }
+    }
+  }
+
+  // Starts to copy a row into a stage. In bulk, one thread of the row does.
+  __device__ __forceinline__ void start(int64_t row, int stage) {
+    if constexpr (Stages::kBulk) {
+      if (threadIdx.x == 0 && row < end) staged.start_row(row, stage);
+    } else {
+      // Its statistics come along, to each thread by itself: a load of its own would wait behind
+      // the rows.
+      if (row < end) {
+        float* to = statistics + stage * statistics_pitch;
+        const float* from = launch.statistics + row * launch.statistics_size;
+        if (Op::kStatistics == 2 && launch.statistics_size == 2) {
+          async_copy<8>(to, from);
+        } else {
+          async_copy<4>(to, from);
+        }
+      }
+      staged.start_next_row(row, stage, row < end);
+      async_copy_commit();
+    }
+  }
+
+  // `meanwhile` runs between the start of the loads and their use.
+  template <typename F>
+  __device__ __forceinline__ void load_factors(int64_t row, const F& meanwhile) {
+    typename Op::template FactorLoading<N, kAligned> loading[kVectors];
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) loading[j].start(p, row, columns.of(j), columns.dim);
+    meanwhile();
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      float values[N];
+      loading[j].finish(p, row, columns.of(j), columns.dim, values);
+      factors.set(j, values);
+    }
+  }
+
+  // The row's sums over its columns, of which each thread has some.
+  __device__ __forceinline__ void add_terms(int64_t row, int stage, const RowMoments& moments,
+                                            bool lost, float (&row_sums)[Op::kRowSums]) const {
+    float terms[kVectors][Op::kRowSums];
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      float grad_out[N], s[N], f[N];
+      staged.template read<O>(row, stage, 0, j, grad_out);
+      staged.template read<T>(row, stage, 1, j, s);
+      factors.get(j, f);
+#pragma unroll
+      for (int i = 0; i < Op::kRowSums; ++i) terms[j][i] = 0.0f;
+      Op::terms(grad_out, f, s, moments, terms[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+#pragma unroll
+      for (int i = 0; i < Op::kRowSums; ++i) row_sums[i] += terms[j][i];
+    }
+    if (!lost) return;
+#pragma unroll
+    for (int i = 0; i < Op::kRowSums; ++i) row_sums[i] = 0.0f;
+#pragma unroll 1
+    for (int j = 0; j < kVectors; ++j) {
+      float grad_out[N];
+      staged.template read<O>(row, stage, 0, j, grad_out);
+      row_sums[0] += nan_unless_zero(grad_out);
+    }
+  }
+
+  // Stores the row's gradients, and adds its part to the sums of columns.
+  __device__ __forceinline__ void add_gradients(int64_t row, int stage, const RowMoments& moments,
+                                                bool lost,
+                                                const typename Op::Coefficients& coefficients) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      float grad_out[N], s[N], f[N];
+      staged.template read<O>(row, stage, 0, j, grad_out);
+      staged.template read<T>(row, stage, 1, j, s);
+      factors.get(j, f);
+      if (lost) Vector<float, N>::zero().to_floats(s);  // it may be infinite
+      const auto read = [&](int tensor, float(&values)[N]) {
+        staged.template read<T>(row, stage, tensor, j, values);
+      };
+      const auto store = [&](int output, void* data, const float(&values)[N]) {
+        T* target = static_cast<T*>(data) + row * launch.dim;
+        const Vector<T, N> vector = Vector<T, N>::from_floats(values);
+        if constexpr (Stages::kShared) {
+          staged.store_output(target, output, j, vector);
+        } else {
+          if (columns.inside(j)) vector.store(target + columns.of(j));
+        }
+      };
+      Op::template gradients<kAligned>(p, launch, row, columns.of(j), f, grad_out, s, moments,
+                                       coefficients, read, store, sums[j]);
+    }
+  }
+
+  __device__ __forceinline__ void write_outputs(int64_t row) const {
+    if constexpr (Stages::kShared) {
+#pragma unroll
+      for (int output = 0; output < Op::kOutputs; ++output) {
+        void* data = Op::output(p, output);
+        if (data != nullptr) staged.write_output(static_cast<T*>(data) + row * launch.dim, output);
+      }
+    }
+  }
+
+  // Goes through all rows. All rows of a block, and all blocks of a cluster, go round equally
+  // often.
+  __device__ __forceinline__ void run(RowSumScratch<Op::kRowSums> (&scratch)[2],
+                                      int64_t first_of_group) {
+    RowMoments next{0.0f, 0.0f};
+    // The factors first: behind the rows they would wait for all of them.
+    load_factors(first_of_group, [&] {
+      // A bulk copy starts as soon as the row before it in its stage is done with, others a row
+      // later.
+      const int ahead = Stages::kBulk ? stages : stages - 1;
+      for (int stage = 0; stage < ahead; ++stage) start(first_row + stage * row_step, stage);
+      if (Stages::kBulk && first_row < end) next = load_moments<Op::kStatistics>(launch, first_row);
+    });
+    if (Op::kFactorsInShared) __syncthreads();
+    row_sum_end(cluster);
+    int stage = 0, turn = 0, round = 0;
+#pragma unroll 1
+    for (int64_t row = first_row; row - threadIdx.y < end; row += row_step) {
+      const int64_t row_to_start = row + (stages - 1) * row_step;
+      const int stage_to_start = stage == 0 ? stages - 1 : stage - 1;
+      const bool row_inside = row < end;
+      if constexpr (Stages::kBulk) {
+        if (row_inside) staged.wait(stage, round);
+      } else if constexpr (Stages::kShared) {
+        // The barrier makes this row visible to all its threads, and frees the stage of the row
+        // before it. Where there is room for one stage alone, nothing is copied ahead.
+        if (stages == 1) start(row, 0);
+        async_copy_wait(stages == 1 ? 0 : stages - 2);
+        row_barrier();
+        if (stages > 1) start(row_to_start, stage_to_start);
+      } else {
+        start(row_to_start, stage_to_start);
+        async_copy_wait(stages - 1);
+      }
+      RowMoments moments = next;
+      if constexpr (!Stages::kBulk) {
+        moments = moments_from<Op::kStatistics>(statistics + stage * statistics_pitch,
+                                                launch.statistics_size);
+      } else {
+        if (row + row_step < end) next = load_moments<Op::kStatistics>(launch, row + row_step);
+      }
+      if (Op::factors_by_row(p) && row_inside) load_factors(row, [] {});
+      const bool lost = may_be_unused(launch, moments);
+      float row_sums[Op::kRowSums] = {};
+      if (launch.needs_rows || Stages::kBulk) {
+        if (row_inside) add_terms(row, stage, moments, lost, row_sums);
+        row_sum<true>(row_sums, cluster, scratch, turn);
+      }
+      if constexpr (Stages::kBulk) {
+        // The sum had a barrier: all threads of the row are done with the row before it.
+        if (turn > 0) start(row_to_start, stage_to_start);
+      }
+      if (lost) moments = {0.0f, row_sums[0]};  // 0 where it is not used, and NaN otherwise
+      if (row_inside)
+        add_gradients(row, stage, moments, lost, Op::coefficients(p, row_sums, moments, launch));
+      if constexpr (Stages::kShared) {
+        row_barrier();
+        if (row_inside) write_outputs(row);
+      }
+      stage = stage + 1 == stages ? 0 : stage + 1;
+      if (stage == 0) round ^= 1;
+      ++turn;
+    }
+  }
+
+  // Adds up the rows of the block, in order, for sum i of a column: give(column, sum).
+  template <typename Give>
+  __device__ __forceinline__ void add_rows(int i, const Give& give) const {
+    constexpr int kWidth = 4;  // columns a thread adds up together
+    const int width = kVectors * columns.step;
+    float* rows = reinterpret_cast<float*>(memory);
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      Vector<float, N>::from_floats(sums[j][i])
+          .store(rows + threadIdx.y * width + j * columns.step + threadIdx.x * N);
+    }
+    __syncthreads();
+    const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+    for (int c = thread * kWidth; c < width; c += blockDim.x * blockDim.y * kWidth) {
+      float sum[kWidth] = {};
+      for (int row = 0; row < static_cast<int>(blockDim.y); ++row) {
+        float values[kWidth];
+        Vector<float, kWidth>::load_shared(rows + row * width + c).to_floats(values);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) sum[k] += values[k];
+      }
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        const int column = block_in_row * width + c + k;
+        if (column < columns.dim) give(column, sum[k]);
+      }
+    }
+  }
+};
+
+// ---- kernels ----
+
+// Grid: groups * blocks_per_group, times the cluster, and after them blocks for columns, if any.
+// Block: (threads_per_row, rows_per_block). layout.cluster counts with kClusters alone.
+template <typename Op, typename Stages, int kVectors, bool kClusters>
+__global__ void __launch_bounds__(Op::kThreads, 1)
+    row_backward_kernel(const typename Op::Params p, const RowBackward launch,
+                        const RowBackwardLayout layout) {
+  if constexpr ((Stages::kBulk || (kClusters && !Stages::kShared)) && !kCompilesClusters) return;
+  const int cluster = kClusters && kCompilesClusters ? layout.cluster : 1;
+  // NOTE: off a 128-byte boundary the asynchronous copies take a fifth longer.
+  extern __shared__ __align__(128) uint4 dynamic_memory[];
+  __shared__ RowSumScratch<Op::kRowSums> scratch[2];
+  if constexpr (!Stages::kBulk) {
+    if (static_cast<int>(blockIdx.x) >= launch.row_blocks) {
+      finish_columns<Op, !Stages::kShared>(p, launch, blockIdx.x - launch.row_blocks,
+                                           reinterpret_cast<float*>(dynamic_memory));
+      return;
+    }
+  }
+  const int64_t part = blockIdx.x / cluster;  // of all partial sums
+  const int64_t group = launch.groups == 1 ? 0 : quotient(part, launch.blocks_per_group);
+  const int64_t begin = group * launch.group_rows;
+  const int64_t first_row =
+      begin + (part - group * launch.blocks_per_group) * blockDim.y + static_cast<int>(threadIdx.y);
+  row_sum_start(cluster, scratch);
+  RowBackwardThread<Op, Stages, kVectors, kClusters> thread(
+      p, launch, reinterpret_cast<char*>(dynamic_memory), cluster, cluster > 1 ? cluster_rank() : 0,
+      first_row, begin + launch.group_rows, layout);
+  thread.run(scratch, begin);
+  let_kernel_after_start();
+  if (launch.partials == nullptr || launch.column_blocks > 0) return;
+  async_copy_wait(0);
+  float* partial = launch.partials + part * launch.partial_kinds * launch.dim;
+#pragma unroll
+  for (int i = 0; i < Op::kColumnSums; ++i) {
+    const int kind = Op::kind(p, i);
+    if (kind < 0) continue;
+    thread.add_rows(i, [&](int column, float sum) { partial[kind * launch.dim + column] = sum; });
+  }
+}
+
+// Rows of any length and alignment, one a block, read twice.
+template <typename Op>
+__global__ void __launch_bounds__(512, 1)
+    row_backward_streamed_kernel(const typename Op::Params p, const RowBackward launch) {
+  using T = typename Op::Element;
+  using O = typename Op::GradOut;
+  constexpr int N = 16 / sizeof(T);
+  __shared__ RowSumScratch<Op::kRowSums> scratch[1];
+  const int64_t row = blockIdx.x;
+  const int dim = static_cast<int>(launch.dim);
+  const int step = blockDim.x * N;
+  const O* grad_out_row = launch.tensors.row<O>(0, row, 0);
+  const T* s_row = launch.tensors.row<T>(1, row, 0);
+  RowMoments moments = load_moments<Op::kStatistics>(launch, row);
+  const bool lost = may_be_unused(launch, moments);
+  const auto load_inputs = [&](int column, float(&grad_out)[N], float(&s)[N], float(&factors)[N]) {
+    load<false, N>(grad_out_row, column, dim).to_floats(grad_out);
+    load<false, N>(s_row, column, dim).to_floats(s);
+    typename Op::template FactorLoading<N, false> loading;
+    loading.start(p, row, column, dim);
+    loading.finish(p, row, column, dim, factors);
+  };
+
+  float sums[Op::kRowSums] = {};
+#pragma unroll 1
+  for (int column = threadIdx.x * N; column < dim; column += step) {
+    float grad_out[N], s[N], factors[N];
+    load_inputs(column, grad_out, s, factors);
+    if (lost) {
+      sums[0] += nan_unless_zero(grad_out);
+    } else {
+      Op::terms(grad_out, factors, s, moments, sums);
+    }
+  }
+  row_sum<false>(sums, 1, scratch, 0);
+  if (lost) moments = {0.0f, sums[0]};
+  const typename Op::Coefficients coefficients = Op::coefficients(p, sums, moments, launch);
+  if (launch.means != nullptr && threadIdx.x == 0) launch.means[row] = coefficients.pair();
+
+  // NOTE: all lanes of a warp store together.
+#pragma unroll 1
+  for (int start = 0; start < dim; start += step) {
+    const int column = start + threadIdx.x * N;
+    float grad_out[N], s[N], factors[N], unused[Op::kColumnSums][N] = {};
+    load_inputs(column, grad_out, s, factors);
+    if (lost) Vector<float, N>::zero().to_floats(s);
+    const auto read = [&](int tensor, float(&values)[N]) {
+      load<false, N>(launch.tensors.row<T>(tensor, row, 0), column, dim).to_floats(values);
+    };
+    const auto write = [&](int, void* data, const float(&values)[N]) {
+      store<false>(Vector<T, N>::from_floats(values), static_cast<T*>(data) + row * launch.dim,
+                   column, dim, column < dim);
+    };
+    Op::template gradients<false>(p, launch, row, column, factors, grad_out, s, moments,
+                                  coefficients, read, write, unused);
+  }
+}
+
+// ---- launchers ----
+
+// The launcher of the resident kernels. `kVectors` is the most that the policy gives; with smaller
+// ones, halves of it are what else it may give, but for bulk copies. Rows are cut over a cluster
+// with the most vectors alone.
+template <typename Op, int kVectors, template <typename, typename, int, int, int> class Stages,
+          bool kLong = true>
+gpuError launch_row_backward(const typename Op::Params& p, const RowBackward& launch,
+                             const RowBackwardPolicy& policy, const RowBackwardLayout& layout,
+                             gpuStream stream) {
+  using Chosen = Stages<typename Op::Element, typename Op::GradOut, kVectors, Op::kTensors,
+                        Op::kFullStages ? Op::kThreads : 0>;
+  if constexpr (kVectors > 1 && !Chosen::kBulk && Op::kShortRows) {
+    if (policy.row.vectors < kVectors) {
+      return launch_row_backward<Op, kVectors / 2, Stages, false>(p, launch, policy, layout,
+                                                                  stream);
+    }
+  }
+  return with_bool(policy.row.cluster > 1, [&](auto clusters) {
+    constexpr bool kClusters = kLong && (clusters || Chosen::kShared);
+    return gpu_launch(&row_backward_kernel<Op, Chosen, kVectors, kClusters>,
+                      dim3(launch.row_blocks + launch.column_blocks),
+                      dim3(policy.row.threads_per_row, policy.row.rows_per_block),
+                      policy.shared_bytes, policy.row.cluster, stream, p, launch, layout);
+  });
+}
+
+template <typename Op>
+gpuError launch_row_backward_streamed(const typename Op::Params& p, const RowBackward& launch,
+                                      gpuStream stream) {
+  const int64_t rows = launch.groups * launch.group_rows;
+  if (launch.needs_rows) {
+    const gpuError error = gpu_launch(&row_backward_streamed_kernel<Op>, dim3(rows), dim3(512), 0,
+                                      1, stream, p, launch);
+    if (error != gpuSuccess) return error;
+  }
+  if (launch.partials == nullptr) return gpuSuccess;
+  constexpr int kTile = kColumnThreads * 16 / static_cast<int>(sizeof(typename Op::Element));
+  return gpu_launch(&row_backward_columns_kernel<Op>,
+                    dim3(launch.groups * launch.blocks_per_group * ceil_div(launch.dim, kTile)),
+                    dim3(256), 0, 1, stream, p, launch);
+}
+
+// The one launcher of an operator's backward: rows, and then the sums of columns.
+template <typename Op>
+gpuError row_backward(const typename Op::Params& p, RowBackward launch,
+                      const RowBackwardShape& shape, const RowBackwardPolicy& policy,
+                      gpuStream stream) {
+  constexpr int kMostVectors = Op::kColumns * static_cast<int>(sizeof(typename Op::Element)) / 16;
+  const RowPolicy& row = policy.row;
+  launch.dim = shape.dim;
+  launch.groups = shape.groups;
+  launch.group_rows = shape.group_rows;
+  launch.blocks_per_group = policy.blocks_per_group;
+  launch.row_blocks = static_cast<int>(shape.groups * policy.blocks_per_group * row.cluster);
+  launch.column_blocks = policy.column_blocks;
+  const RowBackwardMemory memory(shape);
+  const int rows = row.rows_per_block, threads = row.threads_per_row;
+  const RowBackwardLayout layout{row.cluster, policy.stages, memory.statistics_bytes(rows, threads),
+                                 memory.factor_bytes(rows, threads, row.vectors)};
+  gpuError error = gpuSuccess;
+  if (row.streamed) {
+    error = launch_row_backward_streamed<Op>(p, launch, stream);
+  } else if constexpr (std::is_same_v<typename Op::Element, typename Op::GradOut>) {
+    if (policy.bulk) {
+      if constexpr (Op::kBulk) {
+        error =
+            launch_row_backward<Op, kMostVectors, BulkStages>(p, launch, policy, layout, stream);
+      }
+    } else if (shape.aligned) {
+      error =
+          launch_row_backward<Op, kMostVectors, PrivateStages>(p, launch, policy, layout, stream);
+    } else {
+      error =
+          launch_row_backward<Op, kMostVectors, SharedStages>(p, launch, policy, layout, stream);
+    }
+  } else {
+    error = launch_row_backward<Op, kMostVectors, SharedStages>(p, launch, policy, layout, stream);
+  }
+  if (error != gpuSuccess || launch.partials == nullptr || policy.column_blocks > 0) return error;
+  return reduce_partials(
+      {launch.partials, shape.groups, policy.blocks_per_group, launch.partial_kinds, shape.dim},
+      stream, Op::finish(p));
+}
+
+}  // namespace
+}  // namespace fuselage

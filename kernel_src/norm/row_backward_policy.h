@@ -1,0 +1,223 @@
+// How the backward of a row operator is laid out on a GPU: one pure function of the device and of
+// what the operator reads, keeps and writes for a row.
+#pragma once
+
+#include <algorithm>
+
+#include "common/launch_policy.h"
+
+namespace fuselage {
+
+constexpr int kMaxRowStages = 4;
+constexpr int kMaxRowTensors = 4;
+constexpr int kMaxRowsPerBlock = 32;  // of more than a warp each
+
+// Vectors of a row in a tile of columns, where blocks have columns.
+constexpr int kRowBackwardTile = 8;
+
+// Rows of a group of which the sums of columns are made by blocks of their own, at most. On an
+// H200, bfloat16: ada_layer_norm (2, 77, 2048) takes 6.2 us so, and 11.9 with a second kernel; (1,
+// 512, 3072) 10.9 and 14.3; layer_norm (1024, 2048) 13.0 and 14.7.
+constexpr int64_t kFewRows = 1024;
+
+// Less the kernels' own arrays.
+constexpr int kRowBackwardArrayBytes = 4096;
+
+// What the policy needs to know of an operator and of a call of it.
+struct RowBackwardShape {
+  int64_t groups, group_rows;  // a group is the rows whose column sums are one
+  int64_t dim;
+  bool aligned;              // every row of every tensor starts and ends on a 16-byte boundary
+  int element_size;          // of what is normalised, and of every tensor but grad_out
+  int grad_out_size;         // of an element
+  int tensors;               // that are read for a row, grad_out among them
+  int outputs;               // rows that are written through the stages
+  int statistics;            // floats of a row
+  bool factors_in_shared;    // float32 in shared memory, or in registers
+  bool factors_by_row;       // each row has its own
+  int column_sums;           // of a column that are kept; none: 0
+  bool sums_need_rows;       // some need a row's own sums, or groups share what comes of them
+  int threads, max_columns;  // of a block and of a thread, at most
+  bool short_rows;           // whether there are kernels with fewer columns a thread
+  bool bulk;                 // whether there are kernels with bulk copies
+  bool full_stages;          // stages have room for all threads that a block may have
+};
+
+struct RowBackwardPolicy {
+  RowPolicy row;
+  bool bulk;         // whole rows are copied by one thread
+  int stages;        // rows under way between global and shared memory
+  int shared_bytes;  // dynamic shared memory of a block
+  int64_t
+      blocks_per_group;  // persistent blocks or clusters; each leaves one row of every partial sum
+  int column_blocks;     // that make the column sums themselves: no partial sums then
+};
+
+// Where shared memory is laid out: [statistics][factors][stages][outputs].
+struct RowBackwardMemory {
+  RowBackwardShape shape;
+  int vector_size;
+
+  explicit constexpr RowBackwardMemory(const RowBackwardShape& s)
+      : shape(s), vector_size(16 / s.element_size) {}
+
+  // Threads that a stage of so many rows has room for.
+  constexpr int stage_threads(int rows, int threads) const {
+    return shape.full_stages ? shape.threads : rows * threads;
+  }
+  // The statistics of each thread's row in a stage.
+  constexpr int statistics_bytes(int rows, int threads) const {
+    return (stage_threads(rows, threads) * shape.statistics * 4 + 127) / 128 * 128;
+  }
+  constexpr int factor_bytes(int rows, int threads, int vectors) const {
+    if (!shape.factors_in_shared) return 0;
+    const int bytes = threads * vectors * vector_size * 4;
+    return ((shape.factors_by_row ? rows : 1) * bytes + 127) / 128 * 128;
+  }
+  // A row of an unaligned tensor.
+  constexpr int tensor_bytes(int threads, int vectors) const {
+    return staged_bytes(threads * vectors * vector_size,
+                        std::max(shape.element_size, shape.grad_out_size));
+  }
+  // One element of each tensor.
+  constexpr int element_bytes() const {
+    return (shape.tensors - 1) * shape.element_size + shape.grad_out_size;
+  }
+  constexpr int bulk_bytes(int rows, int threads, int vectors) const {
+    return rows * threads * vectors * vector_size * element_bytes();
+  }
+  constexpr int stage_bytes(int rows, int threads, int vectors) const {
+    if (shape.aligned)
+      return stage_threads(rows, threads) * vectors * vector_size * element_bytes();
+    return rows * shape.tensors * tensor_bytes(threads, vectors);
+  }
+  constexpr int output_bytes(int rows, int threads, int vectors) const {
+    return shape.aligned ? 0 : rows * shape.outputs * tensor_bytes(threads, vectors);
+  }
+  // Unaligned rows need room for what is on its way out.
+  constexpr int bytes(int stages, int rows, int threads, int vectors) const {
+    return stages * (stage_bytes(rows, threads, vectors) + statistics_bytes(rows, threads)) +
+           output_bytes(rows, threads, vectors) + factor_bytes(rows, threads, vectors);
+  }
+};
+
+// How many rows a stage holds and how many stages there are: fills policy.bulk, .stages and
+// .shared_bytes. The rows of a block may become fewer.
+inline void row_backward_stages(const DeviceInfo& device, const RowBackwardMemory& memory,
+                                int shared_bytes, RowBackwardPolicy& policy) {
+  const RowBackwardShape& shape = memory.shape;
+  const int most_vectors = shape.max_columns / memory.vector_size;
+  RowPolicy& row = policy.row;
+  const int threads = row.threads_per_row, vectors = row.vectors;
+  const auto fits_bulk = [&](int rows) {
+    return 2 * (memory.bulk_bytes(rows, threads, vectors) +
+                memory.statistics_bytes(rows, threads)) +
+               memory.factor_bytes(rows, threads, vectors) <=
+           shared_bytes;
+  };
+  // Bulk copies pay where a block has rows enough to copy ahead. Their kernels have the most
+  // vectors a thread.
+  const int64_t blocks = std::max<int64_t>(1, device.multiprocessors / shape.groups);
+  const int64_t turns = ceil_div(shape.group_rows * row.cluster, blocks * row.rows_per_block);
+  policy.bulk = shape.aligned && shape.bulk && device.has_bulk_copy && threads > kWarpSize &&
+                turns > 2 && vectors == most_vectors && policy.column_blocks == 0 && fits_bulk(1);
+  while (policy.bulk && !fits_bulk(row.rows_per_block)) --row.rows_per_block;
+  const int rows = row.rows_per_block;
+  const int stage_bytes = memory.statistics_bytes(rows, threads) +
+                          (policy.bulk ? memory.bulk_bytes(rows, threads, vectors)
+                                       : memory.stage_bytes(rows, threads, vectors));
+  // NOTE: measured on an H200, bfloat16, layer_norm. Rows in bulk: (13107, 5120) takes 116 us with
+  // two stages, 112 with three; (8192, 3072) 50.0 and 49.2. But (16384, 4096) takes 107 us with
+  // two, 116 with three: rows of a power of two are slower the further they are copied ahead, and
+  // some multiprocessors then end a third earlier than others. Short rows: (87381, 768) takes 138
+  // us with one stage, 119 with two, 123 with three; with four tensors to read, one is best. Blocks
+  // of a cluster wait for each other every row, which more stages hide.
+  int stages = kMaxRowStages;
+  if (row.cluster == 1 && vectors == most_vectors) {
+    const bool power_of_two = (shape.dim & (shape.dim - 1)) == 0;
+    stages = policy.bulk && !power_of_two ? 3 : shape.tensors > 2 && shape.aligned ? 1 : 2;
+    if (policy.bulk) stages = std::max(stages, 2);
+  }
+  const int other_bytes =
+      memory.output_bytes(rows, threads, vectors) + memory.factor_bytes(rows, threads, vectors);
+  policy.stages = std::max(std::min((shared_bytes - other_bytes) / stage_bytes, stages), 1);
+  // At the end the same memory holds the column sums of the block's rows, to add them up.
+  const int sums_bytes = rows * threads * vectors * memory.vector_size * 4;
+  policy.shared_bytes = std::max(policy.stages * stage_bytes + other_bytes, sums_bytes);
+  if (policy.column_blocks > 0) {
+    policy.shared_bytes =
+        std::max(policy.shared_bytes, shape.column_sums * rows * threads * memory.vector_size * 4);
+  }
+}
+
+// NOTE: threads and vectors of a row, and so the order of its sums, do not depend on the number of
+// rows.
+inline RowBackwardPolicy row_backward_policy(const DeviceInfo& real_device,
+                                             const RowBackwardShape& shape) {
+  DeviceInfo device = real_device;
+  const RowBackwardMemory memory(shape);
+  RowBackwardPolicy policy{};
+  RowPolicy& row = policy.row;
+  row = {1, 1, std::min(shape.threads, 512), 1, 1, false};  // if it is streamed
+  const int shared_bytes = device.max_shared_memory - kRowBackwardArrayBytes;
+
+  const int64_t count = ceil_div(shape.dim, memory.vector_size);
+  // Where shared memory is small, threads have fewer vectors (of full stages) or rows fewer
+  // threads.
+  int most_vectors = shape.max_columns / memory.vector_size;
+  int block_threads = shape.threads;
+  // The threads of a row are as many for unaligned rows, which take more, as for aligned ones.
+  RowBackwardShape unaligned = shape;
+  if (!shape.full_stages) unaligned.aligned = false;
+  const auto is_too_much = [&] {
+    return std::max(memory.bytes(1, 1, block_threads, most_vectors),
+                    RowBackwardMemory(unaligned).bytes(1, 1, block_threads, most_vectors)) >
+           shared_bytes;
+  };
+  while (shape.aligned && shape.full_stages && most_vectors > 1 && is_too_much()) most_vectors /= 2;
+  while (block_threads > kWarpSize && is_too_much()) block_threads -= kWarpSize;
+  const int64_t block_limit = int64_t{block_threads} * most_vectors;
+  if (count > block_limit) row.cluster = cluster_for(device, count, block_limit);
+  const int64_t block_count = ceil_div(count, row.cluster);
+  row.streamed = block_count > block_limit;
+  if (row.streamed) {
+    row.cluster = 1;
+    policy.blocks_per_group = std::clamp<int64_t>(64 / shape.groups, 1, shape.group_rows);
+    return policy;
+  }
+  row.vectors = most_vectors;
+  while (shape.short_rows && row.vectors > 1 && block_count <= kWarpSize * row.vectors / 2)
+    row.vectors /= 2;
+  row.threads_per_row = threads_for(block_count, row.vectors);
+  // Where rows are few, the sums of columns are made by blocks of their own.
+  const int tiles = static_cast<int>(ceil_div(shape.dim, kRowBackwardTile * memory.vector_size));
+  if (shape.column_sums > 0 && !shape.sums_need_rows && shape.group_rows <= kFewRows &&
+      tiles * shape.groups <= device.multiprocessors / 2) {
+    policy.column_blocks =
+        static_cast<int>(ceil_div(tiles * shape.groups, row.cluster) * row.cluster);
+    device.multiprocessors -= policy.column_blocks;
+  }
+  // As many rows side by side as there are for each multiprocessor, threads for, and room for two
+  // stages.
+  const int64_t blocks = std::max<int64_t>(1, device.multiprocessors / row.cluster / shape.groups);
+  if (row.cluster == 1) {
+    const int64_t most_rows = block_threads / row.threads_per_row;
+    // Blocks that have columns need threads for more than a few rows.
+    const int64_t least_rows =
+        policy.column_blocks > 0 ? std::clamp<int64_t>(128 / row.threads_per_row, 1, most_rows) : 1;
+    row.rows_per_block = static_cast<int>(
+        std::clamp<int64_t>(ceil_div(shape.group_rows, blocks), least_rows, most_rows));
+    const int least_stages = shape.aligned ? 1 : 2;
+    while (row.rows_per_block > 1 &&
+           memory.bytes(least_stages, row.rows_per_block, row.threads_per_row, row.vectors) >
+               shared_bytes) {
+      --row.rows_per_block;
+    }
+  }
+  row_backward_stages(device, memory, shared_bytes, policy);
+  policy.blocks_per_group =
+      std::min<int64_t>(ceil_div(shape.group_rows, row.rows_per_block), blocks);
+  return policy;
+}
+
+}  // namespace fuselage
