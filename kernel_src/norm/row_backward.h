@@ -115,6 +115,7 @@ struct RowBackwardThread {
   const int cluster, stages, statistics_pitch, block_in_row;
   const RowColumns columns;
   int64_t first_row, end, row_step;
+  int lag;  // from the first row of the block to that of this thread
   char* memory;
   float* statistics;  // of this thread's row in the first stage
   RowFactors<Op, kVectors, N> factors;
@@ -123,8 +124,9 @@ struct RowBackwardThread {
 
   __device__ __forceinline__ RowBackwardThread(const typename Op::Params& p_,
                                                const RowBackward& launch_, char* memory_,
-                                               int cluster_, int block_in_row_, int64_t first_row_,
-                                               int64_t end_, const RowBackwardLayout& layout)
+                                               int cluster_, int block_in_row_, int64_t block_row,
+                                               int lag_, int64_t end_,
+                                               const RowBackwardLayout& layout)
       : p(p_),
         launch(launch_),
         cluster(cluster_),
@@ -135,9 +137,10 @@ struct RowBackwardThread {
                 block_in_row_ * kVectors * static_cast<int>(blockDim.x) * N +
                     static_cast<int>(threadIdx.x) * N,
                 static_cast<int>(blockDim.x) * N},
-        first_row(first_row_),
+        first_row(block_row + lag_),
         end(end_),
         row_step(launch_.blocks_per_group * blockDim.y),
+        lag(lag_),
         memory(memory_),
         statistics(reinterpret_cast<float*>(memory_) +
                    (threadIdx.y * blockDim.x + threadIdx.x) * Op::kStatistics),
@@ -146,7 +149,7 @@ struct RowBackwardThread {
                                               N * 4 * blockDim.x),
                 Op::factors_by_row(p_)),
         staged(memory_ + stages * layout.statistics_bytes + layout.factor_bytes, launch_.tensors,
-               columns, first_row_, row_step, stages) {
+               columns, first_row, row_step, stages) {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
 #pragma unroll
@@ -278,7 +281,7 @@ struct RowBackwardThread {
     row_sum_end(cluster);
     int stage = 0, turn = 0, round = 0;
 #pragma unroll 1
-    for (int64_t row = first_row; row - threadIdx.y < end; row += row_step) {
+    for (int64_t row = first_row; row - lag < end; row += row_step) {
       const int64_t row_to_start = row + (stages - 1) * row_step;
       const int stage_to_start = stage == 0 ? stages - 1 : stage - 1;
       const bool row_inside = row < end;
@@ -380,12 +383,16 @@ __global__ void __launch_bounds__(Op::kThreads, 1)
   const int64_t part = blockIdx.x / cluster;  // of all partial sums
   const int64_t group = launch.groups == 1 ? 0 : quotient(part, launch.blocks_per_group);
   const int64_t begin = group * launch.group_rows;
-  const int64_t first_row =
-      begin + (part - group * launch.blocks_per_group) * blockDim.y + static_cast<int>(threadIdx.y);
+  // Rows are dealt to the blocks one by one, so that no block has more than one more than another.
+  // Rows of less than a warp lie side by side, for whole lines of memory.
+  const int64_t block = part - group * launch.blocks_per_group;
+  const bool spread = !Stages::kShared && blockDim.x >= kWarpSize;
+  const int64_t block_row = begin + block * (spread ? 1 : blockDim.y);
+  const int lag = threadIdx.y * (spread ? static_cast<int>(launch.blocks_per_group) : 1);
   row_sum_start(cluster, scratch);
   RowBackwardThread<Op, Stages, kVectors, kClusters> thread(
       p, launch, reinterpret_cast<char*>(dynamic_memory), cluster, cluster > 1 ? cluster_rank() : 0,
-      first_row, begin + launch.group_rows, layout);
+      block_row, lag, begin + launch.group_rows, layout);
   thread.run(scratch, begin);
   let_kernel_after_start();
   if (launch.partials == nullptr || launch.column_blocks > 0) return;

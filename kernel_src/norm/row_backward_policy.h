@@ -115,12 +115,14 @@ inline void row_backward_stages(const DeviceInfo& device, const RowBackwardMemor
                memory.factor_bytes(rows, threads, vectors) <=
            shared_bytes;
   };
-  // Bulk copies pay where a block has rows enough to copy ahead. Their kernels have the most
-  // vectors a thread.
+  // Bulk copies pay where a block has rows enough to copy ahead, and always where there are many
+  // tensors to read: to copy them otherwise takes registers that there are not. Their kernels have
+  // the most vectors a thread.
   const int64_t blocks = std::max<int64_t>(1, device.multiprocessors / shape.groups);
   const int64_t turns = ceil_div(shape.group_rows * row.cluster, blocks * row.rows_per_block);
   policy.bulk = shape.aligned && shape.bulk && device.has_bulk_copy && threads > kWarpSize &&
-                turns > 2 && vectors == most_vectors && policy.column_blocks == 0 && fits_bulk(1);
+                (turns > 2 || shape.tensors > 2) && vectors == most_vectors &&
+                policy.column_blocks == 0 && fits_bulk(1);
   while (policy.bulk && !fits_bulk(row.rows_per_block)) --row.rows_per_block;
   const int rows = row.rows_per_block;
   const int stage_bytes = memory.statistics_bytes(rows, threads) +
