@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kReduceThreads)
   const int side_by_side = blockDim.y / shares;
   const auto columns = finish.load(column, column < partials.columns);
   float totals[kTotals] = {};
-  wait_for_kernel_before();
+  grid_dependency_wait();
   int64_t first = kHasTotals ? 0 : int64_t{blockIdx.y};
   for (; first < partials.groups; first += side_by_side) {
     const int64_t group = first + threadIdx.y / shares;

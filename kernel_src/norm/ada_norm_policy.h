@@ -7,8 +7,8 @@
 #include "common/alignment.h"
 #include "common/launch_policy.h"
 #include "norm/ada_norm.h"
-#include "norm/row_forward_policy.h"
 #include "norm/row_backward_policy.h"
+#include "norm/row_forward_policy.h"
 
 namespace fuselage {
 

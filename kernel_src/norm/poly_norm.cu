@@ -683,7 +683,7 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
     }
     ++turn;
   }
-  let_kernel_after_start();
+  launch_dependents();
   if constexpr (kRows > 1) {
     float4 of_all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
@@ -787,7 +787,7 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
     }
     add(total, total_of_row);
   }
-  let_kernel_after_start();
+  launch_dependents();
   if constexpr (kForm != Form::grouped) {
     if (p.partials != nullptr && block_in_row == 0)
       leave_partial(total, p.partials, group, threadIdx.x == 0);
@@ -805,7 +805,7 @@ __global__ void __launch_bounds__(1024) poly_norm_backward_weight_kernel(const P
     end = min(static_cast<int64_t>(p.offs[expert]), end);
   }
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  wait_for_kernel_before();
+  grid_dependency_wait();
 #pragma unroll 4
   for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x)
     add(sum, reinterpret_cast<const float4*>(p.partials)[i]);

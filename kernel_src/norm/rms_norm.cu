@@ -295,7 +295,7 @@ struct PrivateStages {
 };
 
 // Aligned rows of more than a warp, where the GPU has bulk copies: one thread starts the copy of a whole row,
-// and a mailbox tells when it is there. [stage][row of the block][tensor][column]
+// and an mbarrier tells when it is there. [stage][row of the block][tensor][column]
 template <typename T, typename O, int kVectors>
 struct BulkStages {
   static constexpr int N = 16 / sizeof(T);
@@ -303,7 +303,7 @@ struct BulkStages {
   static constexpr bool kBulk = true;
 
   char* memory;  // of this thread's row in the first stage
-  uint64_t* mailboxes;
+  uint64_t* mbarriers;
   const RmsNormBackward& p;
   int64_t row_step;
   int stage_bytes, slice, slice_start, columns;
@@ -311,8 +311,8 @@ struct BulkStages {
   __device__ __forceinline__ BulkStages(void* shared, const RmsNormBackward& p_, int first_column,
                                         int64_t, int64_t row_step_, int stages)
       : p(p_), row_step(row_step_) {
-    __shared__ uint64_t all_mailboxes[kMaxStages * kMaxWarpsPerBlock];
-    mailboxes = all_mailboxes + threadIdx.y * kMaxStages;
+    __shared__ uint64_t all_mbarriers[kMaxStages * kMaxWarpsPerBlock];
+    mbarriers = all_mbarriers + threadIdx.y * kMaxStages;
     slice = blockDim.x * kVectors * N;
     slice_start = first_column - threadIdx.x * N;
     columns = max(0, min(static_cast<int>(p.dim) - slice_start, slice));
@@ -322,7 +322,9 @@ struct BulkStages {
     stage_bytes = blockDim.y * row_bytes;
     memory = static_cast<char*>(shared) + threadIdx.y * row_bytes;
     if (threadIdx.x == 0) {
-      for (int stage = 0; stage < stages; ++stage) mailbox_init(&mailboxes[stage]);
+      for (int stage = 0; stage < stages; ++stage)
+        mbarrier_init(shared_address(&mbarriers[stage]), 1);
+      fence_mbarrier_init();
     }
     // Columns behind the row's end are zero in every stage: nothing is copied there later.
 #pragma unroll
@@ -354,25 +356,29 @@ struct BulkStages {
 
   // One thread of the row calls this.
   __device__ __forceinline__ void start_row(int64_t row, int stage) const {
-    uint64_t* mailbox = &mailboxes[stage];
+    uint64_t* mbarrier = &mbarriers[stage];
     const int x_bytes = columns * static_cast<int>(sizeof(T));
     const int out_bytes = columns * static_cast<int>(sizeof(O));
-    mailbox_expect(mailbox, out_bytes + (p.grad_new_residual != nullptr ? 2 * x_bytes : x_bytes));
+    mbarrier_arrive_expect_tx(shared_address(mbarrier),
+                              out_bytes + (p.grad_new_residual != nullptr ? 2 * x_bytes : x_bytes));
     if (columns == 0) return;
     const auto source = [&](auto* tensor, int64_t stride) {
       return tensor + row * stride + slice_start;
     };
-    bulk_copy(grad_out_row(stage), source(static_cast<const O*>(p.grad_out), p.grad_out_stride),
-              out_bytes, mailbox);
-    bulk_copy(x_row(stage), source(static_cast<const T*>(p.x), p.x_stride), x_bytes, mailbox);
+    bulk_copy_async(grad_out_row(stage),
+                    source(static_cast<const O*>(p.grad_out), p.grad_out_stride), out_bytes,
+                    shared_address(mbarrier));
+    bulk_copy_async(x_row(stage), source(static_cast<const T*>(p.x), p.x_stride), x_bytes,
+                    shared_address(mbarrier));
     if (p.grad_new_residual != nullptr) {
-      bulk_copy(x_row(stage) + slice,
-                source(static_cast<const T*>(p.grad_new_residual), p.grad_new_residual_stride),
-                x_bytes, mailbox);
+      bulk_copy_async(
+          x_row(stage) + slice,
+          source(static_cast<const T*>(p.grad_new_residual), p.grad_new_residual_stride), x_bytes,
+          shared_address(mbarrier));
     }
   }
   __device__ __forceinline__ void wait(int stage, int round) const {
-    mailbox_wait(&mailboxes[stage], round);
+    mbarrier_wait_parity_cluster(shared_address(&mbarriers[stage]), round);
   }
 
   __device__ __forceinline__ void grad_out(int64_t, int stage, int j, float (&values)[N]) const {
@@ -504,9 +510,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       if (threadIdx.x == 0 && row < p.rows) staged.start_row(row, stage);
       return;
     } else {
-      if (row < p.rows) async_copy<4>(rstds + stage * kBackwardThreads, p.rstd + row);
+      if (row < p.rows) cp_async<4>(rstds + stage * kBackwardThreads, p.rstd + row);
       staged.start_next_row(row, stage, row < p.rows);
-      async_copy_commit();
+      cp_async_commit_group();
     }
   };
 
@@ -549,12 +555,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       if (row < p.rows) staged.wait(stage, round);
     } else if constexpr (Stages::kShared) {
       // The barrier makes this row visible to all its threads, and frees the stage of the row before it.
-      async_copy_wait(stages - 2);
+      cp_async_wait_group(stages - 2);
       row_barrier();
       start(row_to_start, stage_to_start);
     } else {
       start(row_to_start, stage_to_start);
-      async_copy_wait(stages - 1);
+      cp_async_wait_group(stages - 1);
     }
     const bool row_inside = row < p.rows;
     float rstd = Stages::kBulk ? next_rstd : rstds[stage * kBackwardThreads];
@@ -630,11 +636,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     if (stage == 0) round ^= 1;
     ++turn;
   }
-  let_kernel_after_start();
+  launch_dependents();
   if (p.grad_weight == nullptr) return;
 
   // Add up the rows of the block, in order, and leave the block's sum: [row of the block][column].
-  async_copy_wait(0);
+  cp_async_wait_group(0);
   __syncthreads();
   const int columns = kVectors * step;
   float* sums = reinterpret_cast<float*>(dynamic_memory);

@@ -171,13 +171,13 @@ struct RowBackwardThread {
         float* to = statistics + stage * statistics_pitch;
         const float* from = launch.statistics + row * launch.statistics_size;
         if (Op::kStatistics == 2 && launch.statistics_size == 2) {
-          async_copy<8>(to, from);
+          cp_async<8>(to, from);
         } else {
-          async_copy<4>(to, from);
+          cp_async<4>(to, from);
         }
       }
       staged.start_next_row(row, stage, row < end);
-      async_copy_commit();
+      cp_async_commit_group();
     }
   }
 
@@ -291,12 +291,12 @@ struct RowBackwardThread {
         // The barrier makes this row visible to all its threads, and frees the stage of the row
         // before it. Where there is room for one stage alone, nothing is copied ahead.
         if (stages == 1) start(row, 0);
-        async_copy_wait(stages == 1 ? 0 : stages - 2);
+        cp_async_wait_group(stages == 1 ? 0 : stages - 2);
         row_barrier();
         if (stages > 1) start(row_to_start, stage_to_start);
       } else {
         start(row_to_start, stage_to_start);
-        async_copy_wait(stages - 1);
+        cp_async_wait_group(stages - 1);
       }
       RowMoments moments = next;
       if constexpr (!Stages::kBulk) {
@@ -394,9 +394,9 @@ __global__ void __launch_bounds__(Op::kThreads, 1)
       p, launch, reinterpret_cast<char*>(dynamic_memory), cluster, cluster > 1 ? cluster_rank() : 0,
       block_row, lag, begin + launch.group_rows, layout);
   thread.run(scratch, begin);
-  let_kernel_after_start();
+  launch_dependents();
   if (launch.partials == nullptr || launch.column_blocks > 0) return;
-  async_copy_wait(0);
+  cp_async_wait_group(0);
   float* partial = launch.partials + part * launch.partial_kinds * launch.dim;
 #pragma unroll
   for (int i = 0; i < Op::kColumnSums; ++i) {

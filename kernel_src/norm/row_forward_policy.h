@@ -45,6 +45,7 @@ inline RowPolicy row_forward_policy(const DeviceInfo& device, const RowForwardSh
   const bool few_rows =
       threads <= kForwardThreads &&
       shape.rows * threads <= int64_t{device.multiprocessors} * kForwardResidentThreads;
+  const auto held = [&](int vectors) { return int64_t{threads_for(count, vectors)} * vectors; };
   if (count <= kWarpSize) {
     policy.vectors = 1;
     if (!few_rows) policy.rows_per_thread = 4;
@@ -53,6 +54,10 @@ inline RowPolicy row_forward_policy(const DeviceInfo& device, const RowForwardSh
   } else if (shape.aligned && count <= 2 * kWarpSize) {
     policy.vectors = 2;
     policy.rows_per_thread = 2;
+  } else if (shape.aligned && 2 * held(kForwardVectors) > 3 * count) {
+    // A third of the threads would idle: gate_residual_ada_norm of (16384, 1152) takes 64 us so,
+    // and 57 with two vectors.
+    policy.vectors = 2;
   }
   policy.threads_per_row = threads_for(ceil_div(count, policy.cluster), policy.vectors);
   // A thread's vectors lie a warp apart.

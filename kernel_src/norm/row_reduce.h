@@ -202,12 +202,14 @@ struct RowTree {
                                               Scratch& scratch) {
     if (static_cast<int>(threadIdx.x) < cluster) {
       if (threadIdx.x == 0)
-        mailbox_expect(&scratch.mailbox, cluster * kSums * static_cast<int>(sizeof(float)));
+        mbarrier_arrive_expect_tx(shared_address(&scratch.mbarrier),
+                                  cluster * kSums * static_cast<int>(sizeof(float)));
 #pragma unroll
       for (int k = 0; k < kSums; ++k)
-        mailbox_send(&scratch.mailbox, &scratch.blocks[k][cluster_rank()], threadIdx.x, sums[k]);
+        st_async(&scratch.blocks[k][cluster_rank()], threadIdx.x, sums[k],
+                 shared_address(&scratch.mbarrier));
     }
-    mailbox_wait(&scratch.mailbox, 0);
+    mbarrier_wait_parity_cluster(shared_address(&scratch.mbarrier), 0);
   }
 };
 

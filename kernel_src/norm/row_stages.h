@@ -175,15 +175,15 @@ struct BulkStages {
   static constexpr bool kBulk = true;
 
   char* memory;  // of this thread's row in the first stage
-  uint64_t* mailboxes;
+  uint64_t* mbarriers;
   const RowTensors& tensors;
   int stage_bytes, slice, slice_start, columns;
 
   __device__ __forceinline__ BulkStages(void* shared, const RowTensors& tensors_,
                                         const RowColumns& all, int64_t, int64_t, int stages)
       : tensors(tensors_) {
-    __shared__ uint64_t all_mailboxes[kMaxRowStages * kMaxRowsPerBlock];
-    mailboxes = all_mailboxes + threadIdx.y * kMaxRowStages;
+    __shared__ uint64_t all_mbarriers[kMaxRowStages * kMaxRowsPerBlock];
+    mbarriers = all_mbarriers + threadIdx.y * kMaxRowStages;
     slice = blockDim.x * kVectors * N;
     slice_start = all.first_column - threadIdx.x * N;
     columns = max(0, min(all.dim - slice_start, slice));
@@ -191,7 +191,9 @@ struct BulkStages {
     stage_bytes = blockDim.y * row_bytes;
     memory = static_cast<char*>(shared) + threadIdx.y * row_bytes;
     if (threadIdx.x == 0) {
-      for (int stage = 0; stage < stages; ++stage) mailbox_init(&mailboxes[stage]);
+      for (int stage = 0; stage < stages; ++stage)
+        mbarrier_init(shared_address(&mbarriers[stage]), 1);
+      fence_mbarrier_init();
     }
     // Columns past the end are zero in every stage: nothing is copied there later.
 #pragma unroll
@@ -224,20 +226,22 @@ struct BulkStages {
 
   // One thread of the row calls this.
   __device__ __forceinline__ void start_row(int64_t row, int stage) const {
-    uint64_t* mailbox = &mailboxes[stage];
+    uint64_t* mbarrier = &mbarriers[stage];
     const int x_bytes = columns * static_cast<int>(sizeof(T));
     const int out_bytes = columns * static_cast<int>(sizeof(O));
-    mailbox_expect(mailbox, out_bytes + (tensors.count - 1) * x_bytes);
+    mbarrier_arrive_expect_tx(shared_address(mbarrier), out_bytes + (tensors.count - 1) * x_bytes);
     if (columns == 0) return;
-    bulk_copy(row_memory(stage, 0), tensors.row<O>(0, row, slice_start), out_bytes, mailbox);
+    bulk_copy_async(row_memory(stage, 0), tensors.row<O>(0, row, slice_start), out_bytes,
+                    shared_address(mbarrier));
 #pragma unroll
     for (int i = 1; i < kTensors; ++i) {
       if (i < tensors.count)
-        bulk_copy(row_memory(stage, i), tensors.row<T>(i, row, slice_start), x_bytes, mailbox);
+        bulk_copy_async(row_memory(stage, i), tensors.row<T>(i, row, slice_start), x_bytes,
+                        shared_address(mbarrier));
     }
   }
   __device__ __forceinline__ void wait(int stage, int round) const {
-    mailbox_wait(&mailboxes[stage], round);
+    mbarrier_wait_parity_cluster(shared_address(&mbarriers[stage]), round);
   }
   template <typename U>
   __device__ __forceinline__ void read(int64_t, int stage, int tensor, int j,
