@@ -42,9 +42,7 @@ void check_k(const char* op, const char* name, const Tensor& k, const char* q_na
   for (int64_t i = 0; same && i < q.dim(); ++i) same = i == dims.heads || k.size(i) == q.size(i);
   FUSELAGE_CHECK(op, same, "`", name, "` must have the shape of `", q_name, "` ", shape_of(q),
                  dims.heads < 0 ? "" : ", but for the number of heads", ", got ", shape_of(k));
-  const DType dtype = check_dtype(op, name, k), wanted = *dtype_from(q.scalar_type());
-  FUSELAGE_CHECK(op, dtype == wanted, "`", name, "` must be ", dtype_name(wanted), " as `", q_name,
-                 "`, got ", dtype_name(dtype));
+  check_same_dtype(op, name, k, q, q_name);
 }
 
 int64_t heads_of(const Tensor& tensor, const Dims& dims) {
@@ -250,27 +248,29 @@ void check_positions_inside(const char* op, const RotaryTable& table, const Rota
                  index / std::max<int64_t>(shape.tokens, 1));
 }
 
-int64_t elements_of_token(int64_t heads, const RotaryShape& shape) { return heads * shape.dim; }
+template <typename Params>
+int64_t tokens_of(const Params& p) {
+  return p.shape.batch * p.shape.tokens;
+}
+
+template <typename Params>
+int64_t elements_of_token(const Params& p) {
+  return (p.q.heads + p.k.heads) * p.shape.dim;
+}
+
+// Whether there is something to compute. It is there that the CPU reads positions, so they are checked.
+template <typename Params>
+bool is_something(const char* op, const Params& p, const Tensor& q) {
+  if (is_nothing(q, tokens_of(p), elements_of_token(p))) return false;
+  if (q.is_cpu()) check_positions_inside(op, p.table, p.shape);
+  return true;
+}
 
 // ---- apply_rotary ----
 
 void run(const char* op, const Rotary& p, const Tensor& q) {
-  const int64_t tokens = p.shape.batch * p.shape.tokens;
-  const int64_t heads = p.q.heads + p.k.heads;
-  if (tokens == 0 || heads == 0 || p.shape.dim == 0 || is_meta(q)) return;
-  if (q.is_cpu()) {
-    check_positions_inside(op, p.table, p.shape);
-    torch::stable::parallel_for(0, tokens, tasks_of(elements_of_token(heads, p.shape)),
-                                [&](int64_t begin, int64_t end) { cpu::rotary(p, begin, end); });
-    return;
-  }
-#if defined(FUSELAGE_GPU)
-  if (p.in_place && p.shape.rotary_dim == 0) return;
-  const int32_t device = q.get_device_index();
-  const OnDevice on_device(device);
-  const char* error = gpu::rotary(p, device, on_device.stream());
-  FUSELAGE_CHECK(op, error == nullptr, error);
-#endif
+  if (!is_something(op, p, q) || (p.in_place && p.shape.rotary_dim == 0)) return;
+  launch<cpu::rotary, gpu::rotary>(op, q, p, tokens_of(p), elements_of_token(p));
 }
 
 std::tuple<Tensor, Tensor> rotated(const char* op, const char* q_name, const Tensor& q,
@@ -286,13 +286,10 @@ std::tuple<Tensor, Tensor> rotated(const char* op, const char* q_name, const Ten
   const Tensor q_heads = with_heads(q);
   Tensor q_out = empty_heads(q_heads);
   p.q = {view_to_read(q_heads, dims), view_to_write(q_out, dims), heads_of(q, dims)};
-  if (!k.has_value()) {
-    run(op, p, q);
-    return {q_out, no_tensor(q)};
-  }
-  const Tensor k_heads = with_heads(*k);
-  Tensor k_out = empty_heads(k_heads);
-  p.k = {view_to_read(k_heads, dims), view_to_write(k_out, dims), heads_of(*k, dims)};
+  OptionalTensor k_heads;
+  const Tensor k_out = k.has_value() ? empty_heads(*(k_heads = with_heads(*k))) : no_tensor(q);
+  if (k.has_value())
+    p.k = {view_to_read(*k_heads, dims), view_to_write(k_out, dims), heads_of(*k, dims)};
   run(op, p, q);
   return {q_out, k_out};
 }
@@ -366,14 +363,6 @@ bool may_overlap(const Tensor& a, const Tensor& b, const Dims& dims) {
 
 // ---- qk_norm_rotary ----
 
-template <typename Side>
-void set_weight(Side& side, const OptionalTensor& weight, DType dtype) {
-  side.weight_dtype = dtype;
-  if (!weight.has_value()) return;
-  side.weight = weight->const_data_ptr();
-  side.weight_dtype = *dtype_from(weight->scalar_type());
-}
-
 void check_norm_dim(const char* op, const Tensor& q, const RotaryShape& shape) {
 #if defined(FUSELAGE_GPU)
   const int64_t most = gpu::qk_norm_rotary_max_dim(shape);
@@ -423,8 +412,8 @@ void apply_rotary_(const Tensor& q, const OptionalTensor& k, const Tensor& cos, 
                    "do not overlap; pass a contiguous tensor or use apply_rotary");
     check_apart(op, name, tensor, "cos", positions.cos->tensor);
     check_apart(op, name, tensor, "sin", positions.sin->tensor);
-    if (position_ids.has_value()) check_apart(op, name, tensor, "position_ids", *position_ids);
-    if (offsets.has_value()) check_apart(op, name, tensor, "offset", *offsets);
+    check_apart(op, name, tensor, "position_ids", position_ids);
+    check_apart(op, name, tensor, "offset", offsets);
   };
   const auto is_empty = [](const Tensor& tensor) { return tensor.numel() == 0; };
   check_writable("q", q);
@@ -462,35 +451,21 @@ std::tuple<Tensor, Tensor> qk_norm_rotary(
   p.eps = static_cast<float>(eps);
   p.weight_offset = static_cast<float>(weight_offset);
   p.cast_before_weight = cast_before_weight;
-  const Tensor q_heads = with_heads(q);
-  const Tensor q_out = empty_heads(q_heads);
-  p.q.x = view_to_read(q_heads, dims);
-  p.q.out = view_to_write(q_out, dims);
-  p.q.heads = heads_of(q, dims);
-  set_weight(p.q, checked_q_weight, p.shape.dtype);
-  OptionalTensor k_heads;
-  const Tensor k_out = k.has_value() ? empty_heads(*(k_heads = with_heads(*k))) : no_tensor(q);
-  if (k.has_value()) {
-    p.k.x = view_to_read(*k_heads, dims);
-    p.k.out = view_to_write(k_out, dims);
-    p.k.heads = heads_of(*k, dims);
-    set_weight(p.k, checked_k_weight, p.shape.dtype);
-  }
-  const int64_t tokens = p.shape.batch * p.shape.tokens, heads = p.q.heads + p.k.heads;
-  if (tokens == 0 || heads == 0 || p.shape.dim == 0 || is_meta(q)) return {q_out, k_out};
-  if (q.is_cpu()) {
-    check_positions_inside(op, p.table, p.shape);
-    torch::stable::parallel_for(
-        0, tokens, tasks_of(elements_of_token(heads, p.shape)),
-        [&](int64_t begin, int64_t end) { cpu::qk_norm_rotary(p, begin, end); });
-    return {q_out, k_out};
-  }
-#if defined(FUSELAGE_GPU)
-  const int32_t device = q.get_device_index();
-  const OnDevice on_device(device);
-  const char* error = gpu::qk_norm_rotary(p, device, on_device.stream());
-  FUSELAGE_CHECK(op, error == nullptr, error);
-#endif
+  OptionalTensor copies[2];  // of q and k
+  const auto make = [&](QkNormRotarySide& side, const Tensor& x, const OptionalTensor& weight,
+                        OptionalTensor& copy) {
+    copy = with_heads(x);
+    Tensor out = empty_heads(*copy);
+    side.x = view_to_read(*copy, dims);
+    side.out = view_to_write(out, dims);
+    side.heads = heads_of(x, dims);
+    read_vector(side.weight, side.weight_dtype, weight, p.shape.dtype);
+    return out;
+  };
+  const Tensor q_out = make(p.q, q, checked_q_weight, copies[0]);
+  const Tensor k_out = k.has_value() ? make(p.k, *k, checked_k_weight, copies[1]) : no_tensor(q);
+  if (is_something(op, p, q))
+    launch<cpu::qk_norm_rotary, gpu::qk_norm_rotary>(op, q, p, tokens_of(p), elements_of_token(p));
   return {q_out, k_out};
 }
 
@@ -529,69 +504,56 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> qk_norm_rotary_bwd(
 
   // One for q and k each: the results, and what keeps a contiguous copy alive.
   struct Side {
-    Tensor x, grad_out, grad_x, grad_weight;
+    Tensor x, grad_out;
+    Gradient grad_x, grad_weight;
   };
   const auto make = [&](QkNormRotaryBackwardSide& side, const Tensor& x, const Tensor& grad_out,
                         const OptionalTensor& weight, bool needs_x, bool needs_weight) {
-    needs_weight = needs_weight && weight.has_value();
-    Side made{with_heads(x), with_heads(grad_out), no_tensor(q), no_tensor(q)};
-    if (needs_x) made.grad_x = empty_heads(made.x);
-    if (needs_weight) made.grad_weight = empty_like(*weight, weight->scalar_type());
+    Side made{with_heads(x), with_heads(grad_out), no_gradient(q),
+              gradient_of(weight, needs_weight, q)};
+    if (needs_x) made.grad_x = {empty_heads(made.x), true};
     side.x = view_to_read(made.x, dims);
     side.grad_out = view_to_read(made.grad_out, dims);
-    if (needs_x) side.grad_x = view_to_write(made.grad_x, dims);
-    if (needs_weight) side.grad_weight = made.grad_weight.mutable_data_ptr();
+    if (needs_x) side.grad_x = view_to_write(made.grad_x.tensor, dims);
+    side.grad_weight = made.grad_weight.data();
     side.heads = heads_of(x, dims);
-    set_weight(side, weight, p.shape.dtype);
+    read_vector(side.weight, side.weight_dtype, weight, p.shape.dtype);
     return made;
   };
   Side q_side = make(p.q, q, grad_q_out, checked_q_weight, needs_grad_q, needs_grad_q_weight);
   Side k_side = k.has_value() ? make(p.k, *k, *grad_k_out, checked_k_weight, needs_grad_k,
                                      needs_grad_k_weight)
-                              : Side{q, q, no_tensor(q), no_tensor(q)};
-  const std::tuple<Tensor, Tensor, Tensor, Tensor> results{q_side.grad_x, k_side.grad_x,
-                                                           q_side.grad_weight, k_side.grad_weight};
-  const int64_t tokens = p.shape.batch * p.shape.tokens, heads = p.q.heads + p.k.heads;
-  if (tokens == 0 || heads == 0 || p.shape.dim == 0 || is_meta(q)) {
-    if (p.q.grad_weight != nullptr) torch::stable::zero_(q_side.grad_weight);
-    if (p.k.grad_weight != nullptr) torch::stable::zero_(k_side.grad_weight);
+                              : Side{q, q, no_gradient(q), no_gradient(q)};
+  const std::tuple<Tensor, Tensor, Tensor, Tensor> results{
+      q_side.grad_x.tensor, k_side.grad_x.tensor, q_side.grad_weight.tensor,
+      k_side.grad_weight.tensor};
+  if (!is_something(op, p, q)) {
+    q_side.grad_weight.zero();
+    k_side.grad_weight.zero();
     return results;
   }
 
   OptionalTensor partials;
-  const auto with_partials = [&](int64_t count) {
+  const auto make_partials = [&](int64_t count) {
     p.partial_count = count;
-    const int64_t sides = (p.q.grad_weight != nullptr) + (p.k.grad_weight != nullptr);
-    if (sides == 0) return;
-    const int64_t sizes[3] = {sides, count, p.shape.dim};
-    partials = empty(sizes, 3, ScalarType::Float, q);
-    float* data = static_cast<float*>(partials->mutable_data_ptr());
-    if (p.q.grad_weight != nullptr) {
-      p.q.partials = data;
-      data += count * p.shape.dim;
-    }
-    if (p.k.grad_weight != nullptr) p.k.partials = data;
+    const int64_t sides = q_side.grad_weight.needed + k_side.grad_weight.needed;
+    float* data = scratch(partials, sides * count * p.shape.dim, q);
+    if (q_side.grad_weight.needed) p.q.partials = data;
+    if (k_side.grad_weight.needed) p.k.partials = data + (sides - 1) * count * p.shape.dim;
   };
-  if (q.is_cpu()) {
-    check_positions_inside(op, p.table, p.shape);
-    with_partials(cpu::qk_norm_rotary_backward_chunks(p.shape, heads));
-    torch::stable::parallel_for(
-        0, p.partial_count, tasks_of(tokens / p.partial_count * elements_of_token(heads, p.shape)),
-        [&](int64_t begin, int64_t end) { cpu::qk_norm_rotary_backward(p, begin, end); });
-    if (partials.has_value()) {
-      torch::stable::parallel_for(
-          0, p.shape.dim, tasks_of(p.partial_count),
-          [&](int64_t begin, int64_t end) { cpu::qk_norm_rotary_backward_weight(p, begin, end); });
-    }
-    return results;
-  }
-#if defined(FUSELAGE_GPU)
-  const int32_t device = q.get_device_index();
-  const OnDevice on_device(device);
-  with_partials(gpu::qk_norm_rotary_backward_partials(p, device));
-  const char* error = gpu::qk_norm_rotary_backward(p, device, on_device.stream());
-  FUSELAGE_CHECK(op, error == nullptr, error);
-#endif
+  launch(
+      op, q,
+      [&] {
+        make_partials(cpu::qk_norm_rotary_backward_chunks(p.shape, p.q.heads + p.k.heads));
+        on_threads<cpu::qk_norm_rotary_backward>(
+            p, p.partial_count, tokens_of(p) / p.partial_count * elements_of_token(p));
+        if (partials.has_value())
+          on_threads<cpu::qk_norm_rotary_backward_weight>(p, p.shape.dim, p.partial_count);
+      },
+      [&](int32_t device, void* stream) {
+        make_partials(gpu::qk_norm_rotary_backward_partials(p, device));
+        return gpu::qk_norm_rotary_backward(p, device, stream);
+      });
   return results;
 }
 
