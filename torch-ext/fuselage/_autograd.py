@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Optional
 
@@ -9,10 +10,10 @@ import torch
 from torch.autograd import forward_ad
 
 from ._arguments import refuse_wrong_kinds
-from ._ops import add_op_namespace_prefix
+from ._ops import add_op_namespace_prefix, ops
 
 # Inside a Function the op is called past its own, registered autograd.
-below_autograd = torch._C._AutoDispatchBelowAutograd
+_below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def needs_grad(a: torch.Tensor, b: Optional[torch.Tensor] = None) -> bool:
@@ -26,13 +27,8 @@ def needs_grad(a: torch.Tensor, b: Optional[torch.Tensor] = None) -> bool:
         raise
 
 
-def uses_registered() -> bool:
-    """Whether the backward that is registered with an op is used, and not the `Function`.
-
-    Under torch.compile, which knows no other, and under autocast: what an op casts is then recorded
-    before it.
-    """
-    return torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
+def some_need_grad(x: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
+    return needs_grad(x) or any(t is not None and needs_grad(t) for t in others)
 
 
 def _no_forward_mode(*tensors: Optional[torch.Tensor]) -> None:
@@ -45,23 +41,102 @@ def _no_forward_mode(*tensors: Optional[torch.Tensor]) -> None:
         )
 
 
-def no_double_backward(op: str) -> None:
-    """Raises where the gradient itself is to be differentiated, which would silently be wrong."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"fuselage::{op}: the backward is not differentiable, create_graph=True not supported"
-        )
+def refuse_gradient(op: str, functional_op: str) -> None:
+    """Raises for an op that writes over its inputs."""
+    raise RuntimeError(
+        f"fuselage::{op}: writes over its inputs and has no gradient; use {functional_op}, or call "
+        "it under torch.no_grad()"
+    )
 
 
-def register_autograd(name: str, backward: Callable, setup_context: Callable) -> None:
-    """Registers the backward of an op, for torch.compile and autocast."""
+def differentiable(
+    name: str,
+    *,
+    save: Callable,
+    backward: Callable,
+    results: Optional[int] = None,
+    called: Optional[Callable] = None,
+) -> Callable:
+    """The way of calling an op where an input requires a gradient: `call(*inputs)` of all of them.
 
-    def once(ctx, *grads):
-        no_double_backward(name.removesuffix("_fwd"))
-        return backward(ctx, *grads)
+    The `*_fwd` op gets its gradient twice, of one description: as a Function in eager mode, and as
+    a backward that is registered with the op, for torch.compile and autocast
+    (docs/design-decisions.md has the measurements behind this).
 
-    qualified = add_op_namespace_prefix(name)
-    torch.library.register_autograd(qualified, once, setup_context=setup_context)
+    Args:
+        name: Of the plain op.
+        save: `save(ctx, inputs, outputs)` keeps what the backward reads.
+        backward: `backward(ctx, *grads)` of the gradients of the results, None for one that was
+            not used, gives a tuple of those of the first inputs. Where one is not needed, what
+            stands for it is thrown away.
+        results: So many of the `*_fwd` op's outputs are results; those after them are for `save`
+            alone. None for an op of one output, which `backward` always gets a gradient of.
+        called: `called(ctx)` is the name of the public function, where that is not the op's.
+    """
+    overload = getattr(ops, f"{name}_fwd").default
+    nothing = (None,) * len(overload._schema.arguments)
+    shown = 0 if results == 1 else slice(results)
+    several = results is not None
+
+    def forward(ctx, *inputs):
+        with _below_autograd():
+            output = overload(*inputs)
+        save(ctx, inputs, output)
+        return output
+
+    def forward_of_several(ctx, *inputs):
+        with _below_autograd():
+            outputs = overload(*inputs)
+        ctx.set_materialize_grads(False)
+        save(ctx, inputs, outputs)
+        return outputs[shown]
+
+    def setup_context(ctx, inputs, output):
+        if several:
+            ctx.set_materialize_grads(False)
+            ctx.mark_non_differentiable(*output[results:])  # or what `save` marks
+        save(ctx, inputs, output)
+
+    def gradients(ctx, *grads):
+        if torch.is_grad_enabled():  # the gradient itself would silently have a wrong one
+            raise RuntimeError(
+                f"fuselage::{called(ctx) if called else name}: the backward is not differentiable, "
+                "create_graph=True not supported"
+            )
+        if grads[0] is None and all(grad is None for grad in grads):
+            return nothing
+        found = backward(ctx, *grads)
+        needs = ctx.needs_input_grad[: len(found)]
+        if False in needs:
+            found = tuple([grad if need else None for grad, need in zip(found, needs)])
+        return found + nothing[len(found) :]
+
+    torch.library.register_autograd(
+        add_op_namespace_prefix(f"{name}_fwd"),
+        lambda ctx, *grads: gradients(ctx, *grads[:results]),
+        setup_context=setup_context,
+    )
+    body = {
+        "forward": staticmethod(forward_of_several if several else forward),
+        "backward": staticmethod(gradients),
+    }
+    apply = types.new_class(
+        "".join(word.capitalize() for word in name.split("_")),
+        (torch.autograd.Function,),
+        exec_body=lambda namespace: namespace.update(body),
+    ).apply
+    is_compiling, is_autocast_enabled = (
+        torch.compiler.is_compiling,
+        torch._C._is_any_autocast_enabled,
+    )
+
+    def call(*inputs):
+        # torch.compile knows no other; and what autocast casts is recorded before the op.
+        if is_compiling() or is_autocast_enabled():
+            return overload(*inputs)[shown] if several else overload(*inputs)
+        return apply(*inputs)
+
+    return call
 
 
 def mark_written(*tensors: torch.Tensor) -> None:

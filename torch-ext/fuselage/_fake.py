@@ -8,6 +8,7 @@ nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -33,6 +34,63 @@ def register_fake(name: str) -> Callable:
         return fake
 
     return register
+
+
+def register_fakes(name: str, fake: Callable, results: int | None = None) -> None:
+    """Registers the fake kernels of a plain op and of its `*_fwd` op, whose outputs `fake` gives.
+
+    So many of these are `results`, which the plain op returns; None for an op of one output.
+    """
+
+    def plain(*args):
+        outputs = fake(*args)
+        return outputs[0] if results == 1 else outputs[:results]
+
+    register_fake(f"{name}_fwd")(fake)
+    register_fake(name)(fake if results is None else plain)
+
+
+def register_fake_gradients(name: str, like: dict[str, str] | None = None) -> None:
+    """Registers the fake kernel of a backward op by the names in its schema.
+
+    `grad_x` is like the argument `x`, or like `like["x"]`, and empty where there is none or where
+    `needs_grad_x` is false. An op of one result is given no `needs_grad_x`.
+    """
+    schema = getattr(ops, name).default._schema
+    names = [argument.name for argument in schema.arguments]
+    inputs = [result.name.removeprefix("grad_") or "x" for result in schema.returns]
+    sources = [(like or {}).get(of, of) for of in inputs]
+
+    @register_fake(name)
+    def _(*args):
+        given = dict(zip(names, args))
+        outputs = tuple(
+            new_like(given[sources[0]], given[source], given.get(f"needs_grad_{of}", True))
+            for of, source in zip(inputs, sources)
+        )
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+def register_fake_in_place(name: str) -> None:
+    register_fake(name)(lambda *args: None)
+
+
+def like(x: torch.Tensor) -> torch.Tensor:
+    """A result of the shape and dtype of `x`, contiguous."""
+    return x.new_empty(x.shape)
+
+
+def floats_of_rows(x: torch.Tensor, *each: int) -> torch.Tensor:
+    """What a forward keeps of the rows of `x`: float32 `[rows, *each]`."""
+    return x.new_empty((math.prod(x.shape[:-1]), *each), dtype=torch.float32)
+
+
+def new_like(x: torch.Tensor, t: torch.Tensor | None, needed: bool = True) -> torch.Tensor:
+    """Like `t`; or where it is not needed or missing, an empty tensor of `x`'s dtype.
+
+    That is what the backward ops return, whose schemas have no optional results.
+    """
+    return like(t) if needed and t is not None else x.new_empty((0,))
 
 
 def _check(overload: torch._ops.OpOverload, args: tuple) -> None:
@@ -74,14 +132,3 @@ def _hint(size) -> int:
     if not size.node.has_hint():
         raise _NoHintError
     return size.node.hint
-
-
-def new_like(x: torch.Tensor, *pairs: tuple[bool, torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
-    """Of pairs (needed, tensor or None): a new tensor like it, or an empty one of `x`'s dtype.
-
-    That is what the backward ops return, whose schemas have no optional results.
-    """
-    return tuple(
-        t.new_empty(t.shape) if needed and t is not None else x.new_empty((0,))
-        for needed, t in pairs
-    )

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from typing import Optional
 
 import torch
 
 from ._arguments import refuse_wrong_kinds
 from ._autocast import Norm, Rule, register_autocast
-from ._autograd import (
-    below_autograd,
-    needs_grad,
-    no_double_backward,
-    register_autograd,
-    uses_registered,
-)
-from ._fake import new_like, register_fake
+from ._autograd import differentiable, some_need_grad
+from ._fake import floats_of_rows, like, register_fake_gradients, register_fakes
 from ._ops import ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
 _layer_norm = ops.layer_norm.default
-_layer_norm_fwd = ops.layer_norm_fwd.default
 _layer_norm_bwd = ops.layer_norm_bwd.default
 _ada_norm = ops.ada_norm.default
 _ada_norm_fwd = ops.ada_norm_fwd.default
 _ada_norm_bwd = ops.ada_norm_bwd.default
 _gate_residual_ada_norm = ops.gate_residual_ada_norm.default
-_gate_residual_ada_norm_fwd = ops.gate_residual_ada_norm_fwd.default
 _gate_residual_ada_norm_bwd = ops.gate_residual_ada_norm_bwd.default
 
 
@@ -61,10 +52,8 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016; `torch.nn.LayerNorm`.
     """
-    if _some_need_grad(x, weight, bias):
-        if uses_registered():
-            return _layer_norm_fwd(x, weight, bias, eps)[0]
-        return _LayerNorm.apply(x, weight, bias, eps)
+    if some_need_grad(x, weight, bias):
+        return _differentiable_layer_norm(x, weight, bias, eps)
     return _layer_norm(x, weight, bias, eps)
 
 
@@ -103,8 +92,8 @@ def ada_layer_norm(
     of Stable Diffusion 3, Flux and Wan.
     """
     args = (x, scale, shift, weight, bias, eps, True)
-    if _some_need_grad(x, scale, shift, weight, bias):
-        return _ada_norm_fwd(*args)[0] if uses_registered() else _AdaNorm.apply(*args)
+    if some_need_grad(x, scale, shift, weight, bias):
+        return _differentiable_ada_norm(*args)
     return _ada_norm(*args)
 
 
@@ -135,8 +124,8 @@ def ada_rms_norm(
     Source: the transformers of LTX-Video.
     """
     args = (x, scale, shift, weight, None, eps, False)
-    if _some_need_grad(x, scale, shift, weight):
-        return _ada_norm_fwd(*args)[0] if uses_registered() else _AdaNorm.apply(*args)
+    if some_need_grad(x, scale, shift, weight):
+        return _differentiable_ada_norm(*args)
     return _ada_norm(*args)
 
 
@@ -184,23 +173,12 @@ def gate_residual_ada_norm(
             f"fuselage::gate_residual_ada_norm: `norm` must be one of layer, rms, got {norm!r}"
         )
     args = (x, residual, gate, scale, shift, weight, bias, eps, norm == "layer")
-    if _some_need_grad(x, residual, gate, scale, shift, weight, bias):
-        if uses_registered():
-            return _gate_residual_ada_norm_fwd(*args)[:2]
-        return _GateResidualAdaNorm.apply(*args)
+    if some_need_grad(x, residual, gate, scale, shift, weight, bias):
+        return _differentiable_gate_residual_ada_norm(*args)
     return _gate_residual_ada_norm(*args)
 
 
-def _some_need_grad(x: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
-    return needs_grad(x) or any(t is not None and needs_grad(t) for t in others)
-
-
-# Autograd: one Function an operator for eager mode, and the same backward registered with the op
-# for torch.compile (docs/design-decisions.md has the measurements behind this).
-
-
-def _where_needed(needs: tuple[bool, ...], grads: tuple[Optional[torch.Tensor], ...]) -> tuple:
-    return tuple(grad if need else None for need, grad in zip(needs, grads))
+# Gradients.
 
 
 def _keep(ctx, s, x, gate, scale, shift, weight, bias, statistics, needs_scale: bool) -> None:
@@ -218,7 +196,6 @@ def _keep(ctx, s, x, gate, scale, shift, weight, bias, statistics, needs_scale: 
     )
     shift = None if ctx.shift_is_scale else shift
     bias = None if ctx.bias_is_weight else bias
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(s, x, gate, scale, shift, weight, bias, statistics)
 
 
@@ -229,73 +206,31 @@ def _kept(ctx) -> tuple:
     return s, x, gate, scale, shift, weight, bias, statistics
 
 
-def _layer_norm_setup(ctx, inputs, output):
+def _save_layer_norm(ctx, inputs, outputs):
     x, weight, bias, _ = inputs
-    _, statistics = output
-    ctx.mark_non_differentiable(statistics)
-    _keep(ctx, x, None, None, None, None, weight, bias, statistics, False)
+    _keep(ctx, x, None, None, None, None, weight, bias, outputs[1], False)
 
 
-def _layer_norm_backward(ctx, grad_out, grad_statistics=None):
-    if grad_out is None:
-        return (None,) * 4
+def _layer_norm_backward(ctx, grad_out):
     x, _, _, _, _, weight, bias, statistics = _kept(ctx)
-    needs = ctx.needs_input_grad[:3]
-    grads = _layer_norm_bwd(grad_out, x, weight, bias, statistics, *needs)
-    return (*_where_needed(needs, grads), None)
+    return _layer_norm_bwd(grad_out, x, weight, bias, statistics, *ctx.needs_input_grad[:3])
 
 
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps):
-        with below_autograd():
-            out, statistics = _layer_norm_fwd(x, weight, bias, eps)
-        _keep(ctx, x, None, None, None, None, weight, bias, statistics, False)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        no_double_backward("layer_norm")
-        return _layer_norm_backward(ctx, grad_out)
-
-
-def _ada_norm_setup(ctx, inputs, output):
+def _save_ada_norm(ctx, inputs, outputs):
     x, scale, shift, weight, bias, _, ctx.layer = inputs
-    _, statistics = output
-    ctx.mark_non_differentiable(statistics)
     needs_scale = ctx.needs_input_grad[1]
-    _keep(ctx, x, None, None, scale, shift, weight, bias, statistics, needs_scale)
+    _keep(ctx, x, None, None, scale, shift, weight, bias, outputs[1], needs_scale)
 
 
-def _ada_norm_backward(ctx, grad_out, grad_statistics=None):
-    if grad_out is None:
-        return (None,) * 7
+def _ada_norm_backward(ctx, grad_out):
     x, _, _, scale, shift, weight, bias, statistics = _kept(ctx)
-    needs = ctx.needs_input_grad[:5]
-    grads = _ada_norm_bwd(grad_out, x, scale, shift, weight, bias, statistics, ctx.layer, *needs)
-    return (*_where_needed(needs, grads), None, None)
+    inputs = (grad_out, x, scale, shift, weight, bias, statistics, ctx.layer)
+    return _ada_norm_bwd(*inputs, *ctx.needs_input_grad[:5])
 
 
-class _AdaNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, scale, shift, weight, bias, eps, layer):
-        with below_autograd():
-            out, statistics = _ada_norm_fwd(x, scale, shift, weight, bias, eps, layer)
-        ctx.layer = layer
-        needs_scale = ctx.needs_input_grad[1]
-        _keep(ctx, x, None, None, scale, shift, weight, bias, statistics, needs_scale)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        no_double_backward("ada_layer_norm" if ctx.layer else "ada_rms_norm")
-        return _ada_norm_backward(ctx, grad_out)
-
-
-def _gate_residual_ada_norm_setup(ctx, inputs, output):
+def _save_gate_residual_ada_norm(ctx, inputs, outputs):
     x, _, gate, scale, shift, weight, bias, _, ctx.layer = inputs
-    _, new_residual, statistics = output
-    ctx.mark_non_differentiable(statistics)
+    _, new_residual, statistics = outputs
     _, _, needs_gate, needs_scale = ctx.needs_input_grad[:4]
     x = x if needs_gate else None
     _keep(ctx, new_residual, x, gate, scale, shift, weight, bias, statistics, needs_scale)
@@ -322,62 +257,37 @@ def _gate_residual_backward(
     return grad_x, grad if needs_residual else None, grad_gate
 
 
-def _gate_residual_ada_norm_backward(ctx, grad_out, grad_new_residual, grad_statistics=None):
+def _gate_residual_ada_norm_backward(ctx, grad_out, grad_new_residual):
     new_residual, x, gate, scale, shift, weight, bias, statistics = _kept(ctx)
-    needs = ctx.needs_input_grad[:7]
+    needs_x, needs_residual, needs_gate, *needs_others = ctx.needs_input_grad[:7]
     if grad_out is None:
-        if grad_new_residual is None:
-            return (None,) * 9
-        return (*_gate_residual_backward(needs[:3], grad_new_residual, x, gate), *(None,) * 6)
-    needs_x, needs_residual, *needs_others = needs
+        needs = (needs_x, needs_residual, needs_gate)
+        return _gate_residual_backward(needs, grad_new_residual, x, gate)
     # Without a gate, x and residual have one gradient.
     own_x = needs_x and gate is not None
     needs_sum = needs_residual or (needs_x and not own_x)
     grad_x, grad_residual, *grads = _gate_residual_ada_norm_bwd(
-        grad_out,
-        grad_new_residual,
-        new_residual,
-        x,
-        gate,
-        scale,
-        shift,
-        weight,
-        bias,
-        statistics,
-        ctx.layer,
-        own_x,
-        needs_sum,
-        *needs_others,
+        *(grad_out, grad_new_residual, new_residual, x, gate, scale, shift, weight, bias),
+        *(statistics, ctx.layer, own_x, needs_sum, needs_gate, *needs_others),
     )
-    grad_x = grad_x if own_x else grad_residual
-    return (*_where_needed(needs, (grad_x, grad_residual, *grads)), None, None)
+    return grad_x if own_x else grad_residual, grad_residual, *grads
 
 
-class _GateResidualAdaNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, residual, gate, scale, shift, weight, bias, eps, layer):
-        with below_autograd():
-            out, new_residual, statistics = _gate_residual_ada_norm_fwd(
-                x, residual, gate, scale, shift, weight, bias, eps, layer
-            )
-        ctx.layer = layer
-        _, _, needs_gate, needs_scale = ctx.needs_input_grad[:4]
-        x = x if needs_gate else None
-        _keep(ctx, new_residual, x, gate, scale, shift, weight, bias, statistics, needs_scale)
-        return out, new_residual
-
-    @staticmethod
-    def backward(ctx, grad_out, grad_new_residual):
-        no_double_backward("gate_residual_ada_norm")
-        return _gate_residual_ada_norm_backward(ctx, grad_out, grad_new_residual)
-
-
-register_autograd("layer_norm_fwd", _layer_norm_backward, setup_context=_layer_norm_setup)
-register_autograd("ada_norm_fwd", _ada_norm_backward, setup_context=_ada_norm_setup)
-register_autograd(
-    "gate_residual_ada_norm_fwd",
-    _gate_residual_ada_norm_backward,
-    setup_context=_gate_residual_ada_norm_setup,
+_differentiable_layer_norm = differentiable(
+    "layer_norm", save=_save_layer_norm, backward=_layer_norm_backward, results=1
+)
+_differentiable_ada_norm = differentiable(
+    "ada_norm",
+    save=_save_ada_norm,
+    backward=_ada_norm_backward,
+    results=1,
+    called=lambda ctx: "ada_layer_norm" if ctx.layer else "ada_rms_norm",
+)
+_differentiable_gate_residual_ada_norm = differentiable(
+    "gate_residual_ada_norm",
+    save=_save_gate_residual_ada_norm,
+    backward=_gate_residual_ada_norm_backward,
+    results=2,
 )
 
 
@@ -414,51 +324,24 @@ register_autocast(
 # device.
 
 
-def _statistics_like(x, layer):
-    rows = math.prod(x.shape[:-1])
-    return x.new_empty((rows, 2) if layer else (rows,), dtype=torch.float32)
+def _fake_layer_norm(x, weight, bias, eps):
+    return like(x), floats_of_rows(x, 2)
 
 
-@register_fake("layer_norm")
-def _(x, weight, bias, eps):
-    return x.new_empty(x.shape)
+def _fake_ada_norm(x, scale, shift, weight, bias, eps, layer):
+    return like(x), floats_of_rows(x, 2) if layer else floats_of_rows(x)
 
 
-@register_fake("layer_norm_fwd")
-def _(x, weight, bias, eps):
-    return x.new_empty(x.shape), _statistics_like(x, True)
+def _fake_gate_residual_ada_norm(x, residual, gate, *options):
+    out, statistics = _fake_ada_norm(x, *options)
+    return out, like(x), statistics
 
 
-@register_fake("layer_norm_bwd")
-def _(grad_out, x, weight, bias, statistics, *needs):
-    return new_like(x, *zip(needs, (x, weight, bias)))
-
-
-@register_fake("ada_norm")
-def _(x, scale, shift, weight, bias, eps, layer):
-    return x.new_empty(x.shape)
-
-
-@register_fake("ada_norm_fwd")
-def _(x, scale, shift, weight, bias, eps, layer):
-    return x.new_empty(x.shape), _statistics_like(x, layer)
-
-
-@register_fake("ada_norm_bwd")
-def _(grad_out, x, scale, shift, weight, bias, statistics, layer, *needs):
-    return new_like(x, *zip(needs, (x, scale, shift, weight, bias)))
-
-
-@register_fake("gate_residual_ada_norm")
-def _(x, residual, gate, scale, shift, weight, bias, eps, layer):
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-@register_fake("gate_residual_ada_norm_fwd")
-def _(x, residual, gate, scale, shift, weight, bias, eps, layer):
-    return x.new_empty(x.shape), x.new_empty(x.shape), _statistics_like(x, layer)
-
-
-@register_fake("gate_residual_ada_norm_bwd")
-def _(grad_out, grad_new_residual, s, x, gate, scale, shift, weight, bias, statistics, _, *needs):
-    return new_like(s, *zip(needs, (s, s, gate, scale, shift, weight, bias)))
+register_fakes("layer_norm", _fake_layer_norm, results=1)
+register_fakes("ada_norm", _fake_ada_norm, results=1)
+register_fakes("gate_residual_ada_norm", _fake_gate_residual_ada_norm, results=2)
+register_fake_gradients("layer_norm_bwd")
+register_fake_gradients("ada_norm_bwd")
+register_fake_gradients(
+    "gate_residual_ada_norm_bwd", like={"x": "new_residual", "residual": "new_residual"}
+)

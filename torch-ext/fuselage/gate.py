@@ -13,35 +13,22 @@ import torch
 
 from ._arguments import refuse_wrong_kinds
 from ._autocast import Rule, register_autocast
-from ._autograd import (
-    below_autograd,
-    mark_written,
-    needs_grad,
-    no_double_backward,
-    register_autograd,
-    uses_registered,
-)
-from ._fake import new_like, register_fake
+from ._autograd import differentiable, mark_written, needs_grad, refuse_gradient
+from ._fake import like, register_fake_gradients, register_fake_in_place, register_fakes
 from ._ops import ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
 _activation = ops.activation.default
-_activation_fwd = ops.activation_fwd.default
 _activation_bwd = ops.activation_bwd.default
 _act_and_mul = ops.act_and_mul.default
-_act_and_mul_fwd = ops.act_and_mul_fwd.default
 _act_and_mul_bwd = ops.act_and_mul_bwd.default
 _swiglu_clamped = ops.swiglu_clamped.default
-_swiglu_clamped_fwd = ops.swiglu_clamped_fwd.default
 _swiglu_clamped_bwd = ops.swiglu_clamped_bwd.default
 _glu = ops.glu.default
-_glu_fwd = ops.glu_fwd.default
 _glu_bwd = ops.glu_bwd.default
 _bias_act = ops.bias_act.default
-_bias_act_fwd = ops.bias_act_fwd.default
 _bias_act_inplace = ops.bias_act_.default
 _add_mul_act = ops.add_mul_act.default
-_add_mul_act_fwd = ops.add_mul_act_fwd.default
 _add_mul_act_inplace = ops.add_mul_act_.default
 _add_mul_act_bwd = ops.add_mul_act_bwd.default
 
@@ -236,9 +223,7 @@ def swiglu_clamped(
     Source: `GptOssExperts` of transformers; OpenAI's gpt-oss reference.
     """
     if needs_grad(x):
-        if uses_registered():
-            return _swiglu_clamped_fwd(x, alpha, limit, interleaved)
-        return _SwigluClamped.apply(x, alpha, limit, interleaved)
+        return _differentiable_swiglu_clamped(x, alpha, limit, interleaved)
     return _swiglu_clamped(x, alpha, limit, interleaved)
 
 
@@ -310,9 +295,7 @@ def bias_act(
     """
     number = _number_of("bias_act", activation)
     if needs_grad(x, bias):
-        if uses_registered():
-            return _bias_act_fwd(x, bias, number)
-        return _BiasAct.apply(x, bias, number)
+        return _differentiable_bias_act(x, bias, number)
     return _bias_act(x, bias, number)
 
 
@@ -333,7 +316,7 @@ def bias_act_(
         RuntimeError: As `bias_act`, and where a gradient would be needed.
     """
     if needs_grad(x, bias):
-        _refuse_gradient("bias_act_", "bias_act")
+        refuse_gradient("bias_act_", "bias_act")
     _bias_act_inplace(x, bias, _number_of("bias_act_", activation))
     mark_written(x)
     return x
@@ -367,9 +350,7 @@ def add_mul_act(
     """
     number = _number_of("add_mul_act", activation)
     if needs_grad(x, bias) or needs_grad(y):
-        if uses_registered():
-            return _add_mul_act_fwd(x, bias, y, alpha, number)
-        return _AddMulAct.apply(x, bias, y, alpha, number)
+        return _differentiable_add_mul_act(x, bias, y, alpha, number)
     return _add_mul_act(x, bias, y, alpha, number)
 
 
@@ -394,133 +375,69 @@ def add_mul_act_(
         RuntimeError: As `add_mul_act`, and where a gradient would be needed.
     """
     if needs_grad(x, bias) or needs_grad(y):
-        _refuse_gradient("add_mul_act_", "add_mul_act")
+        refuse_gradient("add_mul_act_", "add_mul_act")
     _add_mul_act_inplace(x, bias, y, alpha, _number_of("add_mul_act_", activation))
     mark_written(x)
     return x
 
 
-def _refuse_gradient(op: str, functional_op: str) -> None:
-    raise RuntimeError(
-        f"fuselage::{op}: writes over its inputs and has no gradient; use {functional_op}, or call "
-        "it under torch.no_grad()"
-    )
-
-
-# Autograd: one Function an operator for eager mode, and the same backward registered with the op
-# for torch.compile (docs/design-decisions.md has the measurements behind this).
-
-
 def _apply_activation(x, activation):
     if needs_grad(x):
-        if uses_registered():
-            return _activation_fwd(x, activation)
-        return _Activation.apply(x, activation)
+        return _differentiable_activation(x, activation)
     return _activation(x, activation)
 
 
-def _activation_setup(ctx, inputs, output):
+def _apply_act_and_mul(x, activation, gate_first):
+    if needs_grad(x):
+        return _differentiable_act_and_mul(x, activation, gate_first)
+    return _act_and_mul(x, activation, gate_first)
+
+
+def _apply_glu(gate, up, activation):
+    if needs_grad(gate, up):
+        return _differentiable_glu(gate, up, activation)
+    return _glu(gate, up, activation)
+
+
+# Gradients.
+
+
+def _save_activation(ctx, inputs, output):
     x, ctx.activation = inputs
     ctx.save_for_backward(x)
 
 
 def _activation_backward(ctx, grad_out):
     (x,) = ctx.saved_tensors
-    return _activation_bwd(grad_out, x, ctx.activation), None
+    return (_activation_bwd(grad_out, x, ctx.activation),)
 
 
-class _Activation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, activation):
-        with below_autograd():
-            out = _activation(x, activation)
-        ctx.activation = activation
-        ctx.save_for_backward(x)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        no_double_backward(_NAMES[ctx.activation])
-        return _activation_backward(ctx, grad_out)
-
-
-def _apply_act_and_mul(x, activation, gate_first):
-    if needs_grad(x):
-        if uses_registered():
-            return _act_and_mul_fwd(x, activation, gate_first)
-        return _ActAndMul.apply(x, activation, gate_first)
-    return _act_and_mul(x, activation, gate_first)
-
-
-def _act_and_mul_name(activation, gate_first):
-    name = _NAMES[activation]
-    return f"{name}_and_mul" if gate_first else f"mul_and_{name}"
-
-
-def _act_and_mul_setup(ctx, inputs, output):
+def _save_act_and_mul(ctx, inputs, output):
     x, ctx.activation, ctx.gate_first = inputs
     ctx.save_for_backward(x)
 
 
 def _act_and_mul_backward(ctx, grad_out):
     (x,) = ctx.saved_tensors
-    return _act_and_mul_bwd(grad_out, x, ctx.activation, ctx.gate_first), None, None
+    return (_act_and_mul_bwd(grad_out, x, ctx.activation, ctx.gate_first),)
 
 
-class _ActAndMul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, activation, gate_first):
-        with below_autograd():
-            out = _act_and_mul(x, activation, gate_first)
-        ctx.activation, ctx.gate_first = activation, gate_first
-        ctx.save_for_backward(x)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        no_double_backward(_act_and_mul_name(ctx.activation, ctx.gate_first))
-        return _act_and_mul_backward(ctx, grad_out)
+def _act_and_mul_name(ctx):
+    name = _NAMES[ctx.activation]
+    return f"{name}_and_mul" if ctx.gate_first else f"mul_and_{name}"
 
 
-def _swiglu_clamped_setup(ctx, inputs, output):
+def _save_swiglu_clamped(ctx, inputs, output):
     x, ctx.alpha, ctx.limit, ctx.interleaved = inputs
     ctx.save_for_backward(x)
 
 
 def _swiglu_clamped_backward(ctx, grad_out):
     (x,) = ctx.saved_tensors
-    grad_x = _swiglu_clamped_bwd(grad_out, x, ctx.alpha, ctx.limit, ctx.interleaved)
-    return grad_x, None, None, None
+    return (_swiglu_clamped_bwd(grad_out, x, ctx.alpha, ctx.limit, ctx.interleaved),)
 
 
-class _SwigluClamped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, alpha, limit, interleaved):
-        with below_autograd():
-            out = _swiglu_clamped(x, alpha, limit, interleaved)
-        ctx.alpha, ctx.limit, ctx.interleaved = alpha, limit, interleaved
-        ctx.save_for_backward(x)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        no_double_backward("swiglu_clamped")
-        return _swiglu_clamped_backward(ctx, grad_out)
-
-
-def _apply_glu(gate, up, activation):
-    if needs_grad(gate, up):
-        if uses_registered():
-            return _glu_fwd(gate, up, activation)
-        return _Glu.apply(gate, up, activation)
-    return _glu(gate, up, activation)
-
-
-def _glu_name(activation):
-    return "swiglu" if activation == _SILU else "geglu"
-
-
-def _glu_setup(ctx, inputs, output):
+def _save_glu(ctx, inputs, output):
     gate, up, ctx.activation = inputs
     ctx.save_for_backward(gate, up)
 
@@ -528,26 +445,10 @@ def _glu_setup(ctx, inputs, output):
 def _glu_backward(ctx, grad_out):
     gate, up = ctx.saved_tensors
     needs_gate, needs_up = ctx.needs_input_grad[:2]
-    grad_gate, grad_up = _glu_bwd(grad_out, gate, up, ctx.activation, needs_gate, needs_up)
-    return grad_gate if needs_gate else None, grad_up if needs_up else None, None
+    return _glu_bwd(grad_out, gate, up, ctx.activation, needs_gate, needs_up)
 
 
-class _Glu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate, up, activation):
-        with below_autograd():
-            out = _glu(gate, up, activation)
-        ctx.activation = activation
-        ctx.save_for_backward(gate, up)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        no_double_backward(_glu_name(ctx.activation))
-        return _glu_backward(ctx, grad_out)
-
-
-def _add_save(ctx, x, bias, y):
+def _save_sum(ctx, x, bias, y):
     # Without an activation the gradient does not depend on the values; `bias` tells dtype and size.
     if ctx.activation == _NONE:
         ctx.save_for_backward(None, bias, None)
@@ -555,83 +456,65 @@ def _add_save(ctx, x, bias, y):
         ctx.save_for_backward(x, bias, y)
 
 
-def _add_gradients(ctx, grad_out, needs_x, needs_bias, needs_y):
-    """The gradients of x, bias and y, each None where not needed."""
+def _sum_backward(ctx, grad_out, needs_x, needs_bias, needs_y):
+    """The gradients of x, bias and y."""
     x, bias, y = ctx.saved_tensors
     # Without an activation the gradient of x is grad_out as it is.
     computes_x = needs_x and ctx.activation != _NONE
-    grad_x, grad_bias, grad_y = grad_out, None, None
-    if computes_x or needs_bias or needs_y:
-        computed, grad_bias, grad_y = _add_mul_act_bwd(
-            grad_out, x, bias, y, ctx.alpha, ctx.activation, computes_x, needs_bias, needs_y
-        )
-        grad_x = computed if computes_x else grad_out
-    return (
-        grad_x if needs_x else None,
-        grad_bias if needs_bias else None,
-        grad_y if needs_y else None,
+    if not (computes_x or needs_bias or needs_y):
+        return grad_out, None, None
+    grad_x, grad_bias, grad_y = _add_mul_act_bwd(
+        grad_out, x, bias, y, ctx.alpha, ctx.activation, computes_x, needs_bias, needs_y
     )
+    return grad_x if computes_x else grad_out, grad_bias, grad_y
 
 
-def _bias_act_setup(ctx, inputs, output):
+def _save_bias_act(ctx, inputs, output):
     x, bias, ctx.activation = inputs
     ctx.alpha = 0.0
-    _add_save(ctx, x, bias, None)
+    _save_sum(ctx, x, bias, None)
 
 
 def _bias_act_backward(ctx, grad_out):
-    needs_x, needs_bias = ctx.needs_input_grad[:2]
-    return (*_add_gradients(ctx, grad_out, needs_x, needs_bias, False)[:2], None)
+    return _sum_backward(ctx, grad_out, *ctx.needs_input_grad[:2], False)[:2]
 
 
-class _BiasAct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, bias, activation):
-        with below_autograd():
-            out = _bias_act(x, bias, activation)
-        ctx.alpha, ctx.activation = 0.0, activation
-        _add_save(ctx, x, bias, None)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        no_double_backward("bias_act")
-        return _bias_act_backward(ctx, grad_out)
-
-
-def _add_mul_act_setup(ctx, inputs, output):
+def _save_add_mul_act(ctx, inputs, output):
     x, bias, y, ctx.alpha, ctx.activation = inputs
-    _add_save(ctx, x, bias, y)
+    _save_sum(ctx, x, bias, y)
 
 
 def _add_mul_act_backward(ctx, grad_out):
-    return (*_add_gradients(ctx, grad_out, *ctx.needs_input_grad[:3]), None, None)
+    return _sum_backward(ctx, grad_out, *ctx.needs_input_grad[:3])
 
 
-class _AddMulAct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, bias, y, alpha, activation):
-        with below_autograd():
-            out = _add_mul_act(x, bias, y, alpha, activation)
-        ctx.alpha, ctx.activation = alpha, activation
-        _add_save(ctx, x, bias, y)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        no_double_backward("add_mul_act")
-        return _add_mul_act_backward(ctx, grad_out)
-
-
-for _op, _backward, _setup in (
-    ("activation_fwd", _activation_backward, _activation_setup),
-    ("act_and_mul_fwd", _act_and_mul_backward, _act_and_mul_setup),
-    ("swiglu_clamped_fwd", _swiglu_clamped_backward, _swiglu_clamped_setup),
-    ("glu_fwd", _glu_backward, _glu_setup),
-    ("bias_act_fwd", _bias_act_backward, _bias_act_setup),
-    ("add_mul_act_fwd", _add_mul_act_backward, _add_mul_act_setup),
-):
-    register_autograd(_op, _backward, setup_context=_setup)
+_differentiable_activation = differentiable(
+    "activation",
+    save=_save_activation,
+    backward=_activation_backward,
+    called=lambda ctx: _NAMES[ctx.activation],
+)
+_differentiable_act_and_mul = differentiable(
+    "act_and_mul",
+    save=_save_act_and_mul,
+    backward=_act_and_mul_backward,
+    called=_act_and_mul_name,
+)
+_differentiable_swiglu_clamped = differentiable(
+    "swiglu_clamped", save=_save_swiglu_clamped, backward=_swiglu_clamped_backward
+)
+_differentiable_glu = differentiable(
+    "glu",
+    save=_save_glu,
+    backward=_glu_backward,
+    called=lambda ctx: "swiglu" if ctx.activation == _SILU else "geglu",
+)
+_differentiable_bias_act = differentiable(
+    "bias_act", save=_save_bias_act, backward=_bias_act_backward
+)
+_differentiable_add_mul_act = differentiable(
+    "add_mul_act", save=_save_add_mul_act, backward=_add_mul_act_backward
+)
 
 
 register_autocast(Rule(("gate", "up")), "glu", "glu_fwd")
@@ -643,48 +526,19 @@ register_autocast(Rule(("x", "y"), "bias"), "add_mul_act", "add_mul_act_fwd")
 
 
 def _fake_like_x(x, *options):
-    return x.new_empty(x.shape)
+    return like(x)
 
 
 def _fake_half_of_x(x, *options):
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-def _fake_grad_of_x(grad_out, x, *options):
-    return x.new_empty(x.shape)
-
-
-def _fake_inplace(x, *options):
-    return None
-
-
-def _fake_glu_bwd(grad_out, gate, up, activation, *needs):
-    return new_like(gate, *zip(needs, (gate, up)))
-
-
-def _fake_add_mul_act_bwd(grad_out, x, bias, y, alpha, activation, *needs):
-    return new_like(grad_out, *zip(needs, (grad_out, bias, grad_out)))
-
-
-for _op, _fake in (
-    ("activation", _fake_like_x),
-    ("activation_fwd", _fake_like_x),
-    ("activation_bwd", _fake_grad_of_x),
-    ("act_and_mul", _fake_half_of_x),
-    ("act_and_mul_fwd", _fake_half_of_x),
-    ("act_and_mul_bwd", _fake_grad_of_x),
-    ("swiglu_clamped", _fake_half_of_x),
-    ("swiglu_clamped_fwd", _fake_half_of_x),
-    ("swiglu_clamped_bwd", _fake_grad_of_x),
-    ("glu", _fake_like_x),
-    ("glu_fwd", _fake_like_x),
-    ("glu_bwd", _fake_glu_bwd),
-    ("bias_act", _fake_like_x),
-    ("bias_act_fwd", _fake_like_x),
-    ("bias_act_", _fake_inplace),
-    ("add_mul_act", _fake_like_x),
-    ("add_mul_act_fwd", _fake_like_x),
-    ("add_mul_act_", _fake_inplace),
-    ("add_mul_act_bwd", _fake_add_mul_act_bwd),
-):
-    register_fake(_op)(_fake)
+for _op in ("activation", "glu", "bias_act", "add_mul_act"):
+    register_fakes(_op, _fake_like_x)
+for _op in ("act_and_mul", "swiglu_clamped"):
+    register_fakes(_op, _fake_half_of_x)
+for _op in ("bias_act_", "add_mul_act_"):
+    register_fake_in_place(_op)
+for _op in ("activation_bwd", "act_and_mul_bwd", "swiglu_clamped_bwd", "glu_bwd"):
+    register_fake_gradients(_op)
+register_fake_gradients("add_mul_act_bwd", like={"x": "grad_out", "y": "grad_out"})

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from typing import Optional
 
 import torch
 
 from ._autocast import Norm, register_autocast
-from ._autograd import (
-    below_autograd,
-    mark_written,
-    needs_grad,
-    no_double_backward,
-    register_autograd,
-    uses_registered,
+from ._autograd import differentiable, mark_written, needs_grad, refuse_gradient
+from ._fake import (
+    floats_of_rows,
+    like,
+    register_fake_gradients,
+    register_fake_in_place,
+    register_fakes,
 )
-from ._fake import new_like, register_fake
 from ._ops import ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
 _rms_norm = ops.rms_norm.default
-_rms_norm_fwd = ops.rms_norm_fwd.default
 _rms_norm_bwd = ops.rms_norm_bwd.default
 _fused_add_rms_norm = ops.fused_add_rms_norm.default
-_fused_add_rms_norm_fwd = ops.fused_add_rms_norm_fwd.default
 _fused_add_rms_norm_inplace = ops.fused_add_rms_norm_.default
 
 
@@ -75,9 +71,9 @@ def rms_norm(
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     if needs_grad(x, weight):
-        if uses_registered():
-            return _rms_norm_fwd(x, weight, eps, weight_offset, cast_before_weight, out_dtype)[0]
-        return _RMSNorm.apply(x, weight, eps, weight_offset, cast_before_weight, out_dtype)
+        return _differentiable_rms_norm(
+            x, weight, eps, weight_offset, cast_before_weight, out_dtype
+        )
     return _rms_norm(x, weight, eps, weight_offset, cast_before_weight, out_dtype)
 
 
@@ -115,10 +111,9 @@ def fused_add_rms_norm(
     Source: the pre-norm residual block of Llama and its descendants.
     """
     if needs_grad(x, weight) or needs_grad(residual):
-        args = (x, residual, weight, eps, weight_offset, cast_before_weight, out_dtype)
-        if uses_registered():
-            return _fused_add_rms_norm_fwd(*args)[:2]
-        return _FusedAddRMSNorm.apply(*args)
+        return _differentiable_fused_add_rms_norm(
+            x, residual, weight, eps, weight_offset, cast_before_weight, out_dtype
+        )
     return _fused_add_rms_norm(
         x, residual, weight, eps, weight_offset, cast_before_weight, out_dtype
     )
@@ -148,120 +143,52 @@ def fused_add_rms_norm_(
         RuntimeError: As `fused_add_rms_norm`, and where a gradient would be needed.
     """
     if needs_grad(x, weight) or needs_grad(residual):
-        raise RuntimeError(
-            "fuselage::fused_add_rms_norm_: writes over its inputs and has no gradient; use "
-            "fused_add_rms_norm, or call it under torch.no_grad()"
-        )
+        refuse_gradient("fused_add_rms_norm_", "fused_add_rms_norm")
     _fused_add_rms_norm_inplace(x, residual, weight, eps, weight_offset, cast_before_weight)
     mark_written(x, residual)
     return x, residual
 
 
-# Autograd: one Function an operator for eager mode, and the same backward registered with the op
-# for torch.compile (docs/design-decisions.md has the measurements behind this).
+# Gradients.
 
 
-def _rms_norm_setup(ctx, inputs, output):
+def _save_rms_norm(ctx, inputs, outputs):
     x, weight, _, ctx.weight_offset, _, _ = inputs
-    _, rstd = output
-    ctx.mark_non_differentiable(rstd)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, rstd)
+    ctx.save_for_backward(x, weight, outputs[1])
 
 
-def _rms_norm_backward(ctx, grad_out, grad_rstd=None):
-    if grad_out is None:
-        return (None,) * 6
+def _rms_norm_backward(ctx, grad_out):
     x, weight, rstd = ctx.saved_tensors
     needs_x, needs_weight = ctx.needs_input_grad[:2]
-    grad_x, grad_weight = _rms_norm_bwd(
-        grad_out, None, x, weight, rstd, ctx.weight_offset, needs_x, needs_weight
-    )
-    return (
-        grad_x if needs_x else None,
-        grad_weight if needs_weight else None,
-        None,
-        None,
-        None,
-        None,
-    )
+    return _rms_norm_bwd(grad_out, None, x, weight, rstd, ctx.weight_offset, needs_x, needs_weight)
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps, weight_offset, cast_before_weight, out_dtype):
-        with below_autograd():
-            out, rstd = _rms_norm_fwd(x, weight, eps, weight_offset, cast_before_weight, out_dtype)
-        ctx.weight_offset = weight_offset
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, rstd)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        no_double_backward("rms_norm")
-        return _rms_norm_backward(ctx, grad_out)
-
-
-def _fused_add_rms_norm_setup(ctx, inputs, output):
+def _save_fused_add_rms_norm(ctx, inputs, outputs):
     _, _, weight, _, ctx.weight_offset, _, _ = inputs
-    _, new_residual, rstd = output
-    ctx.mark_non_differentiable(rstd)
-    ctx.set_materialize_grads(False)
+    _, new_residual, rstd = outputs
     ctx.save_for_backward(new_residual, weight, rstd)
 
 
-def _fused_add_rms_norm_backward(ctx, grad_out, grad_new_residual, grad_rstd=None):
-    needs_x, needs_residual, needs_weight = ctx.needs_input_grad[:3]
-    needs_sum = needs_x or needs_residual
+def _fused_add_rms_norm_backward(ctx, grad_out, grad_new_residual):
     if grad_out is None:  # only new_residual was used
-        grad_sum, grad_weight = grad_new_residual, None
-    else:
-        new_residual, weight, rstd = ctx.saved_tensors
-        grad_sum, grad_weight = _rms_norm_bwd(
-            grad_out,
-            grad_new_residual,
-            new_residual,
-            weight,
-            rstd,
-            ctx.weight_offset,
-            needs_sum,
-            needs_weight,
-        )
-    return (
-        grad_sum if needs_x else None,
-        grad_sum if needs_residual else None,
-        grad_weight if needs_weight else None,
-        None,
-        None,
-        None,
-        None,
+        return grad_new_residual, grad_new_residual, None
+    new_residual, weight, rstd = ctx.saved_tensors
+    needs_x, needs_residual, needs_weight = ctx.needs_input_grad[:3]
+    grad_sum, grad_weight = _rms_norm_bwd(
+        *(grad_out, grad_new_residual, new_residual, weight, rstd, ctx.weight_offset),
+        *(needs_x or needs_residual, needs_weight),
     )
+    return grad_sum, grad_sum, grad_weight
 
 
-class _FusedAddRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, residual, weight, eps, weight_offset, cast_before_weight, out_dtype):
-        with below_autograd():
-            out, new_residual, rstd = _fused_add_rms_norm_fwd(
-                x, residual, weight, eps, weight_offset, cast_before_weight, out_dtype
-            )
-        ctx.weight_offset = weight_offset
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(new_residual, weight, rstd)
-        return out, new_residual
-
-    @staticmethod
-    def backward(ctx, grad_out, grad_new_residual):
-        no_double_backward("fused_add_rms_norm")
-        return _fused_add_rms_norm_backward(ctx, grad_out, grad_new_residual)
-
-
-register_autograd("rms_norm_fwd", _rms_norm_backward, setup_context=_rms_norm_setup)
-register_autograd(
-    "fused_add_rms_norm_fwd",
-    _fused_add_rms_norm_backward,
-    setup_context=_fused_add_rms_norm_setup,
+_differentiable_rms_norm = differentiable(
+    "rms_norm", save=_save_rms_norm, backward=_rms_norm_backward, results=1
+)
+_differentiable_fused_add_rms_norm = differentiable(
+    "fused_add_rms_norm",
+    save=_save_fused_add_rms_norm,
+    backward=_fused_add_rms_norm_backward,
+    results=2,
 )
 
 
@@ -273,39 +200,16 @@ register_autocast(Norm(("x", "residual"), "weight"), "fused_add_rms_norm", "fuse
 # device.
 
 
-def _out_like(x, out_dtype):
-    return x.new_empty(x.shape, dtype=out_dtype or x.dtype)
+def _fake_rms_norm(x, weight, eps, weight_offset, cast_before_weight, out_dtype):
+    return x.new_empty(x.shape, dtype=out_dtype or x.dtype), floats_of_rows(x)
 
 
-def _rstd_like(x):
-    return x.new_empty((math.prod(x.shape[:-1]),), dtype=torch.float32)
+def _fake_fused_add_rms_norm(x, residual, *options):
+    out, rstd = _fake_rms_norm(x, *options)
+    return out, like(x), rstd
 
 
-@register_fake("rms_norm")
-def _(x, weight, eps, weight_offset, cast_before_weight, out_dtype):
-    return _out_like(x, out_dtype)
-
-
-@register_fake("rms_norm_fwd")
-def _(x, weight, eps, weight_offset, cast_before_weight, out_dtype):
-    return _out_like(x, out_dtype), _rstd_like(x)
-
-
-@register_fake("rms_norm_bwd")
-def _(grad_out, grad_new_residual, x, weight, rstd, weight_offset, needs_grad_x, needs_grad_weight):
-    return new_like(x, (needs_grad_x, x), (needs_grad_weight, weight))
-
-
-@register_fake("fused_add_rms_norm")
-def _(x, residual, weight, eps, weight_offset, cast_before_weight, out_dtype):
-    return _out_like(x, out_dtype), _out_like(x, None)
-
-
-@register_fake("fused_add_rms_norm_fwd")
-def _(x, residual, weight, eps, weight_offset, cast_before_weight, out_dtype):
-    return _out_like(x, out_dtype), _out_like(x, None), _rstd_like(x)
-
-
-@register_fake("fused_add_rms_norm_")
-def _(x, residual, weight, eps, weight_offset, cast_before_weight):
-    return None
+register_fakes("rms_norm", _fake_rms_norm, results=1)
+register_fakes("fused_add_rms_norm", _fake_fused_add_rms_norm, results=2)
+register_fake_in_place("fused_add_rms_norm_")
+register_fake_gradients("rms_norm_bwd")

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import Optional
 
 import torch
 
 from ._autocast import Norm, register_autocast
-from ._autograd import (
-    below_autograd,
-    needs_grad,
-    no_double_backward,
-    register_autograd,
-    uses_registered,
-)
-from ._fake import new_like, register_fake
+from ._autograd import differentiable, needs_grad
+from ._fake import floats_of_rows, like, register_fake_gradients, register_fakes
 from ._ops import ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
 _poly_norm = ops.poly_norm.default
-_poly_norm_fwd = ops.poly_norm_fwd.default
 _poly_norm_bwd = ops.poly_norm_bwd.default
 _fused_mul_poly_norm = ops.fused_mul_poly_norm.default
-_fused_mul_poly_norm_fwd = ops.fused_mul_poly_norm_fwd.default
 _grouped_poly_norm = ops.grouped_poly_norm.default
-_grouped_poly_norm_fwd = ops.grouped_poly_norm_fwd.default
 _grouped_poly_norm_bwd = ops.grouped_poly_norm_bwd.default
 
 
@@ -58,9 +48,7 @@ def poly_norm(
     Source: Zhuo et al., "Polynomial Composition Activations", 2024; the Motif models.
     """
     if needs_grad(x, weight) or needs_grad(bias):
-        if uses_registered():
-            return _poly_norm_fwd(x, weight, bias, eps)[0]
-        return _PolyNorm.apply(x, weight, bias, eps)
+        return _differentiable_poly_norm(x, weight, bias, eps)
     return _poly_norm(x, weight, bias, eps)
 
 
@@ -92,9 +80,7 @@ def fused_mul_poly_norm(
     Source: the gated MLP of the Motif models.
     """
     if needs_grad(x, mul) or needs_grad(weight, bias):
-        if uses_registered():
-            return _fused_mul_poly_norm_fwd(x, mul, weight, bias, eps, mul_first)[0]
-        return _FusedMulPolyNorm.apply(x, mul, weight, bias, eps, mul_first)
+        return _differentiable_fused_mul_poly_norm(x, mul, weight, bias, eps, mul_first)
     return _fused_mul_poly_norm(x, mul, weight, bias, eps, mul_first)
 
 
@@ -142,145 +128,64 @@ def grouped_poly_norm(
     """
     options = (offs, eps, mul_first, hidden_clamp)
     if needs_grad(x, mul) or needs_grad(weight, bias):
-        if uses_registered():
-            return _grouped_poly_norm_fwd(x, mul, weight, bias, *options)[0]
-        return _GroupedPolyNorm.apply(x, mul, weight, bias, *options)
+        return _differentiable_grouped_poly_norm(x, mul, weight, bias, *options)
     return _grouped_poly_norm(x, mul, weight, bias, *options)
 
 
-# Autograd: one Function an operator for eager mode, and the same backward registered with the op
-# for torch.compile (docs/design-decisions.md has the measurements behind this).
+# Gradients.
 
 
-def _where_needed(needs: tuple[bool, ...], grads: tuple[torch.Tensor, ...]) -> tuple:
-    return tuple(grad if need else None for need, grad in zip(needs, grads))
-
-
-def _poly_norm_setup(ctx, inputs, output):
+def _save_poly_norm(ctx, inputs, outputs):
     x, weight, bias, _ = inputs
-    _, rstd = output
-    ctx.mark_non_differentiable(rstd)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, bias, rstd)
+    ctx.save_for_backward(x, weight, bias, outputs[1])
 
 
-def _poly_norm_backward(ctx, grad_out, grad_rstd=None):
-    if grad_out is None:
-        return (None,) * 4
+def _poly_norm_backward(ctx, grad_out):
     x, weight, bias, rstd = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias = needs = ctx.needs_input_grad[:3]
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     grad_x, _, grad_weight, grad_bias = _poly_norm_bwd(
-        grad_out,
-        x,
-        None,
-        False,
-        False,
-        weight,
-        bias,
-        rstd,
-        needs_x,
-        False,
-        needs_weight,
-        needs_bias,
+        *(grad_out, x, None, False, False, weight, bias, rstd),
+        *(needs_x, False, needs_weight, needs_bias),
     )
-    return (*_where_needed(needs, (grad_x, grad_weight, grad_bias)), None)
+    return grad_x, grad_weight, grad_bias
 
 
-class _PolyNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps):
-        with below_autograd():
-            out, rstd = _poly_norm_fwd(x, weight, bias, eps)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, bias, rstd)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        no_double_backward("poly_norm")
-        return _poly_norm_backward(ctx, grad_out)
-
-
-def _fused_mul_poly_norm_setup(ctx, inputs, output):
+def _save_fused_mul_poly_norm(ctx, inputs, outputs):
     x, mul, weight, bias, _, ctx.mul_first = inputs
-    _, rstd = output
-    ctx.mark_non_differentiable(rstd)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, mul, weight, bias, rstd)
+    ctx.save_for_backward(x, mul, weight, bias, outputs[1])
 
 
-def _fused_mul_poly_norm_backward(ctx, grad_out, grad_rstd=None):
-    if grad_out is None:
-        return (None,) * 6
+def _fused_mul_poly_norm_backward(ctx, grad_out):
     x, mul, weight, bias, rstd = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:4]
-    grads = _poly_norm_bwd(grad_out, x, mul, mul is None, ctx.mul_first, weight, bias, rstd, *needs)
-    return (*_where_needed(needs, grads), None, None)
+    inputs = (grad_out, x, mul, mul is None, ctx.mul_first, weight, bias, rstd)
+    return _poly_norm_bwd(*inputs, *ctx.needs_input_grad[:4])
 
 
-class _FusedMulPolyNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, mul, weight, bias, eps, mul_first):
-        with below_autograd():
-            out, rstd = _fused_mul_poly_norm_fwd(x, mul, weight, bias, eps, mul_first)
-        ctx.mul_first = mul_first
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, mul, weight, bias, rstd)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        no_double_backward("fused_mul_poly_norm")
-        return _fused_mul_poly_norm_backward(ctx, grad_out)
-
-
-def _grouped_poly_norm_setup(ctx, inputs, output):
+def _save_grouped_poly_norm(ctx, inputs, outputs):
     x, mul, weight, bias, offs, _, ctx.mul_first, ctx.hidden_clamp = inputs
-    _, rstd = output
-    ctx.mark_non_differentiable(rstd)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, mul, weight, bias, offs, rstd)
+    ctx.save_for_backward(x, mul, weight, bias, offs, outputs[1])
 
 
-def _grouped_poly_norm_backward(ctx, grad_out, grad_rstd=None):
-    if grad_out is None:
-        return (None,) * 8
+def _grouped_poly_norm_backward(ctx, grad_out):
     x, mul, weight, bias, offs, rstd = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:4]
     inputs = (grad_out, x, mul, ctx.mul_first, weight, bias, offs, rstd, ctx.hidden_clamp)
-    grads = _grouped_poly_norm_bwd(*inputs, *needs)
-    return (*_where_needed(needs, grads), None, None, None, None)
+    return _grouped_poly_norm_bwd(*inputs, *ctx.needs_input_grad[:4])
 
 
-class _GroupedPolyNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, mul, weight, bias, offs, eps, mul_first, hidden_clamp):
-        with below_autograd():
-            out, rstd = _grouped_poly_norm_fwd(
-                x, mul, weight, bias, offs, eps, mul_first, hidden_clamp
-            )
-        ctx.mul_first = mul_first
-        ctx.hidden_clamp = hidden_clamp
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, mul, weight, bias, offs, rstd)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        no_double_backward("grouped_poly_norm")
-        return _grouped_poly_norm_backward(ctx, grad_out)
-
-
-register_autograd("poly_norm_fwd", _poly_norm_backward, setup_context=_poly_norm_setup)
-register_autograd(
-    "fused_mul_poly_norm_fwd",
-    _fused_mul_poly_norm_backward,
-    setup_context=_fused_mul_poly_norm_setup,
+_differentiable_poly_norm = differentiable(
+    "poly_norm", save=_save_poly_norm, backward=_poly_norm_backward, results=1
 )
-register_autograd(
-    "grouped_poly_norm_fwd",
-    _grouped_poly_norm_backward,
-    setup_context=_grouped_poly_norm_setup,
+_differentiable_fused_mul_poly_norm = differentiable(
+    "fused_mul_poly_norm",
+    save=_save_fused_mul_poly_norm,
+    backward=_fused_mul_poly_norm_backward,
+    results=1,
+)
+_differentiable_grouped_poly_norm = differentiable(
+    "grouped_poly_norm",
+    save=_save_grouped_poly_norm,
+    backward=_grouped_poly_norm_backward,
+    results=1,
 )
 
 
@@ -296,49 +201,17 @@ register_autocast(
 # device.
 
 
-def _out_like(x, packed):
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2) if packed else x.shape)
+def _fake_poly_norm(x, weight, bias, eps):
+    return like(x), floats_of_rows(x, 3)
 
 
-def _rstd_like(x):
-    return x.new_empty((math.prod(x.shape[:-1]), 3), dtype=torch.float32)
+def _fake_fused_mul_poly_norm(x, mul, *options):
+    out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2)) if mul is None else like(x)
+    return out, floats_of_rows(x, 3)
 
 
-@register_fake("poly_norm")
-def _(x, weight, bias, eps):
-    return _out_like(x, False)
-
-
-@register_fake("poly_norm_fwd")
-def _(x, weight, bias, eps):
-    return _out_like(x, False), _rstd_like(x)
-
-
-@register_fake("fused_mul_poly_norm")
-def _(x, mul, weight, bias, eps, mul_first):
-    return _out_like(x, mul is None)
-
-
-@register_fake("fused_mul_poly_norm_fwd")
-def _(x, mul, weight, bias, eps, mul_first):
-    return _out_like(x, mul is None), _rstd_like(x)
-
-
-@register_fake("poly_norm_bwd")
-def _(grad_out, x, mul, packed, mul_first, weight, bias, rstd, *needs):
-    return new_like(x, *zip(needs, (x, mul, weight, bias)))
-
-
-@register_fake("grouped_poly_norm")
-def _(x, mul, weight, bias, offs, eps, mul_first, hidden_clamp):
-    return _out_like(x, mul is None)
-
-
-@register_fake("grouped_poly_norm_fwd")
-def _(x, mul, weight, bias, offs, eps, mul_first, hidden_clamp):
-    return _out_like(x, mul is None), _rstd_like(x)
-
-
-@register_fake("grouped_poly_norm_bwd")
-def _(grad_out, x, mul, mul_first, weight, bias, offs, rstd, hidden_clamp, *needs):
-    return new_like(x, *zip(needs, (x, mul, weight, bias)))
+register_fakes("poly_norm", _fake_poly_norm, results=1)
+register_fakes("fused_mul_poly_norm", _fake_fused_mul_poly_norm, results=1)
+register_fakes("grouped_poly_norm", _fake_fused_mul_poly_norm, results=1)
+register_fake_gradients("poly_norm_bwd")
+register_fake_gradients("grouped_poly_norm_bwd")

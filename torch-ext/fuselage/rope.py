@@ -8,24 +8,15 @@ from typing import Optional, Union
 import torch
 
 from ._autocast import Norm, Rule, register_autocast
-from ._autograd import (
-    below_autograd,
-    mark_written,
-    needs_grad,
-    no_double_backward,
-    register_autograd,
-    uses_registered,
-)
-from ._fake import new_like, register_fake
+from ._autograd import differentiable, mark_written, needs_grad, refuse_gradient
+from ._fake import like, new_like, register_fake, register_fake_in_place, register_fakes
 from ._ops import ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
 _apply_rotary = ops.apply_rotary.default
-_apply_rotary_fwd = ops.apply_rotary_fwd.default
 _apply_rotary_bwd = ops.apply_rotary_bwd.default
 _apply_rotary_inplace = ops.apply_rotary_.default
 _qk_norm_rotary = ops.qk_norm_rotary.default
-_qk_norm_rotary_fwd = ops.qk_norm_rotary_fwd.default
 _qk_norm_rotary_bwd = ops.qk_norm_rotary_bwd.default
 
 Heads = Union[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
@@ -96,10 +87,7 @@ def apply_rotary(
         "apply_rotary", q, cos, sin, heads_dim, position_ids, offset
     )
     args = (q, k, cos, sin, position_ids, offsets, offset, interleaved, heads_dim, rotary_dim)
-    if needs_grad(q, k):
-        outs = _apply_rotary_fwd(*args) if uses_registered() else _ApplyRotary.apply(*args)
-    else:
-        outs = _apply_rotary(*args)
+    outs = _differentiable_apply_rotary(*args) if needs_grad(q, k) else _apply_rotary(*args)
     return outs[0] if k is None else outs
 
 
@@ -132,10 +120,7 @@ def apply_rotary_(
     """
     _no_table_gradient("apply_rotary_", cos, sin)
     if needs_grad(q, k):
-        raise RuntimeError(
-            "fuselage::apply_rotary_: writes over its inputs and has no gradient; use "
-            "apply_rotary, or call it under torch.no_grad()"
-        )
+        refuse_gradient("apply_rotary_", "apply_rotary")
     offsets, offset, cos, sin = _positions(
         "apply_rotary_", q, cos, sin, heads_dim, position_ids, offset
     )
@@ -208,7 +193,7 @@ def qk_norm_rotary(
         (q_weight is not None or k_weight is not None)
         and needs_grad(q if q_weight is None else q_weight, k_weight)
     ):
-        outs = _qk_norm_rotary_fwd(*args) if uses_registered() else _QkNormRotary.apply(*args)
+        outs = _differentiable_qk_norm_rotary(*args)
     else:
         outs = _qk_norm_rotary(*args)
     return outs[0] if k is None else outs
@@ -347,15 +332,17 @@ def _pairs_of(angles: torch.Tensor, dim: int, dtype) -> tuple[torch.Tensor, torc
     )
 
 
-# Autograd: one Function an operator for eager mode, and the same backward registered with the op
-# for torch.compile (docs/design-decisions.md has the measurements behind this).
+# Gradients.
 
 
-def _apply_rotary_setup(ctx, inputs, output):
-    _, k, cos, sin, position_ids, offsets, *ctx.options = inputs
+def _no_gradient_without_k(ctx, k, outputs):
     if k is None:
-        ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(outputs[1])
+
+
+def _save_apply_rotary(ctx, inputs, outputs):
+    _, k, cos, sin, position_ids, offsets, *ctx.options = inputs
+    _no_gradient_without_k(ctx, k, outputs)
     ctx.save_for_backward(cos, sin, position_ids, offsets)
 
 
@@ -367,29 +354,13 @@ def _apply_rotary_backward(ctx, grad_q_out, grad_k_out):
         grad_k = None if grad_k is None else rotated
     elif grad_k is not None:
         grad_k, _ = _apply_rotary_bwd(grad_k, None, *ctx.saved_tensors, *ctx.options)
-    return (grad_q, grad_k, *(None,) * 8)
+    return grad_q, grad_k
 
 
-class _ApplyRotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *args):
-        with below_autograd():
-            outs = _apply_rotary_fwd(*args)
-        _apply_rotary_setup(ctx, args, outs)
-        return outs
-
-    @staticmethod
-    def backward(ctx, grad_q_out, grad_k_out):
-        no_double_backward("apply_rotary")
-        return _apply_rotary_backward(ctx, grad_q_out, grad_k_out)
-
-
-def _qk_norm_rotary_setup(ctx, inputs, output):
+def _save_qk_norm_rotary(ctx, inputs, outputs):
     *tensors, ctx.offset, ctx.eps, ctx.weight_offset, _ = inputs[:12]
     ctx.options = inputs[12:]
-    if inputs[1] is None:
-        ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+    _no_gradient_without_k(ctx, inputs[1], outputs)
     ctx.save_for_backward(*tensors)
 
 
@@ -416,35 +387,17 @@ def _qk_norm_rotary_backward(ctx, grad_q_out, grad_k_out):
             *(needs1, needs2, needs_weight1, needs_weight2),
         )
         first = 0 if use_q else 1
-        for index, (_, _, _, needs_x, needs_weight) in enumerate(sides):
-            grads[first + index] = results[index] if needs_x else None
-            grads[first + index + 2] = results[index + 2] if needs_weight else None
-    return (*grads, *(None,) * 11)
+        for index in range(len(sides)):
+            grads[first + index] = results[index]
+            grads[first + index + 2] = results[index + 2]
+    return tuple(grads)
 
 
-class _QkNormRotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *args):
-        with below_autograd():
-            outs = _qk_norm_rotary_fwd(*args)
-        _qk_norm_rotary_setup(ctx, args, outs)
-        return outs
-
-    @staticmethod
-    def backward(ctx, grad_q_out, grad_k_out):
-        no_double_backward("qk_norm_rotary")
-        return _qk_norm_rotary_backward(ctx, grad_q_out, grad_k_out)
-
-
-register_autograd(
-    "apply_rotary_fwd",
-    _apply_rotary_backward,
-    setup_context=_apply_rotary_setup,
+_differentiable_apply_rotary = differentiable(
+    "apply_rotary", save=_save_apply_rotary, backward=_apply_rotary_backward, results=2
 )
-register_autograd(
-    "qk_norm_rotary_fwd",
-    _qk_norm_rotary_backward,
-    setup_context=_qk_norm_rotary_setup,
+_differentiable_qk_norm_rotary = differentiable(
+    "qk_norm_rotary", save=_save_qk_norm_rotary, backward=_qk_norm_rotary_backward, results=2
 )
 
 
@@ -464,25 +417,21 @@ def _heads_like(x: Optional[torch.Tensor], q: torch.Tensor) -> torch.Tensor:
     if x is None:
         return q.new_empty((0,))
     if x.stride(-1) != 1 and x.shape[-1] != 1:
-        return x.new_empty(x.shape)  # a contiguous copy was read
+        return like(x)  # a contiguous copy was read
     if x.dim() == 3 or x.stride(1) >= x.stride(2):
-        return x.new_empty(x.shape)
+        return like(x)
     batch, first, second, dim = x.shape
     return x.new_empty((batch, second, first, dim)).transpose(1, 2)
 
 
-@register_fake("apply_rotary")
-@register_fake("apply_rotary_fwd")
-@register_fake("apply_rotary_bwd")
-@register_fake("qk_norm_rotary")
-@register_fake("qk_norm_rotary_fwd")
-def _(q, k, *options):
+def _fake_rotary(q, k, *options):
     return _heads_like(q, q), _heads_like(k, q)
 
 
-@register_fake("apply_rotary_")
-def _(q, k, *options):
-    return None
+register_fakes("apply_rotary", _fake_rotary, results=2)
+register_fakes("qk_norm_rotary", _fake_rotary, results=2)
+register_fake("apply_rotary_bwd")(_fake_rotary)
+register_fake_in_place("apply_rotary_")
 
 
 @register_fake("qk_norm_rotary_bwd")
@@ -491,5 +440,6 @@ def _(grad_q_out, grad_k_out, q, k, q_weight, k_weight, *options):
     return (
         _heads_like(q if needs_q else None, q),
         _heads_like(k if needs_k else None, q),
-        *new_like(q, (needs_q_weight, q_weight), (needs_k_weight and k is not None, k_weight)),
+        new_like(q, q_weight, needs_q_weight),
+        new_like(q, k_weight, needs_k_weight and k is not None),
     )
