@@ -1,5 +1,5 @@
-// Bindings of layer_norm and the adaptive norms. The schemas are in torch_binding.cpp, the formulas in
-// norm/ada_norm.h. `layer`: take the mean away.
+// Bindings of layer_norm and the adaptive norms. The schemas are in torch_binding.cpp, the formulas
+// in norm/ada_norm.h. `layer`: take the mean away.
 #pragma once
 
 #include <tuple>
@@ -30,8 +30,8 @@ std::tuple<Tensor, Tensor> ada_norm_fwd(const Tensor& x, const OptionalTensor& s
                                         const OptionalTensor& shift, const OptionalTensor& weight,
                                         const OptionalTensor& bias, double eps, bool layer);
 
-// (grad_x, grad_scale, grad_shift, grad_weight, grad_bias), each empty where not needed. Of `shift` only shape
-// and dtype count, and of `bias` only the dtype unless grad_scale is needed.
+// (grad_x, grad_scale, grad_shift, grad_weight, grad_bias), each empty where not needed. Of `shift`
+// only shape and dtype count, and of `bias` only the dtype unless grad_scale is needed.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ada_norm_bwd(
     const Tensor& grad_out, const Tensor& x, const OptionalTensor& scale,
     const OptionalTensor& shift, const OptionalTensor& weight, const OptionalTensor& bias,
@@ -49,8 +49,8 @@ std::tuple<Tensor, Tensor, Tensor> gate_residual_ada_norm_fwd(
     const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& weight,
     const OptionalTensor& bias, double eps, bool layer);
 
-// (grad_x, grad_residual, grad_gate, grad_scale, grad_shift, grad_weight, grad_bias), as ada_norm_bwd. `x` may
-// be missing unless grad_gate is needed.
+// (grad_x, grad_residual, grad_gate, grad_scale, grad_shift, grad_weight, grad_bias), as
+// ada_norm_bwd. `x` may be missing unless grad_gate is needed.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_residual_ada_norm_bwd(
     const Tensor& grad_out, const OptionalTensor& grad_new_residual, const Tensor& new_residual,
     const OptionalTensor& x, const OptionalTensor& gate, const OptionalTensor& scale,

@@ -1,5 +1,5 @@
-// What every binding needs: checks with readable errors, the row view of a tensor, allocation, and the
-// start of a kernel.
+// What every binding needs: checks with readable errors, the row view of a tensor, allocation, and
+// the start of a kernel.
 #pragma once
 
 #include "checks.h"

@@ -20,8 +20,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Text of a part of a message. NOTE: no streams, whose locales crash where a compiler's C++ library is
-// newer than the one that Torch has loaded.
+// Text of a part of a message. NOTE: no streams, whose locales crash where a compiler's C++ library
+// is newer than the one that Torch has loaded.
 template <typename Part>
 std::string text_of(const Part& part) {
   if constexpr (std::is_floating_point_v<Part>) {
@@ -54,8 +54,8 @@ inline std::string shape_of(const Tensor& tensor) {
   return text + "]";
 }
 
-// Whether the tensor has no data: fake kernels run the checks of an op on such tensors. Checks of memory do
-// not apply to it, and nothing is launched.
+// Whether the tensor has no data: fake kernels run the checks of an op on such tensors. Checks of
+// memory do not apply to it, and nothing is launched.
 inline bool is_meta(const Tensor& tensor) { return !tensor.is_cpu() && !tensor.is_cuda(); }
 
 inline std::string device_of(const Tensor& tensor) {
@@ -156,7 +156,8 @@ inline void check_like_or_float32(const char* op, const char* name, DType dtype,
                  dtype_name(x_dtype), " as `", x_name, "`, or float32, got ", dtype_name(dtype));
 }
 
-// `saved` are the float32 values that the forward returned: so many of them, or in words `expected`.
+// `saved` are the float32 values that the forward returned: so many of them, or in words
+// `expected`.
 template <typename... Parts>
 void check_saved(const char* op, const char* name, const Tensor& saved, int64_t values,
                  const Tensor& x, const char* x_name, const Parts&... expected) {

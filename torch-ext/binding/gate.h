@@ -1,5 +1,5 @@
-// Bindings of the gate family. The schemas are in torch_binding.cpp, the formulas in gate/activation.h.
-// Activations are numbers of the enum there.
+// Bindings of the gate family. The schemas are in torch_binding.cpp, the formulas in
+// gate/activation.h. Activations are numbers of the enum there.
 #pragma once
 
 #include <tuple>

@@ -55,8 +55,9 @@ void on_threads(const Params& p, int64_t count, int64_t elements_each) {
                               [&p](int64_t begin, int64_t end) { cpu_kernel(p, begin, end); });
 }
 
-// Runs `on_cpu()` or `on_gpu(device, stream)`, by where x is. The latter returns null, or why it could not
-// launch. NOTE: it is a lambda, of which a build for the CPU makes no code: that has no `gpu::` to link to.
+// Runs `on_cpu()` or `on_gpu(device, stream)`, by where x is. The latter returns null, or why it
+// could not launch. NOTE: it is a lambda, of which a build for the CPU makes no code: that has no
+// `gpu::` to link to.
 template <typename OnCpu, typename OnGpu>
 void launch(const char* op, const Tensor& x, const OnCpu& on_cpu, const OnGpu& on_gpu) {
   if (x.is_cpu()) return on_cpu();

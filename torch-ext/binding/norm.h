@@ -1,4 +1,5 @@
-// Bindings of the norm family. The schemas are in torch_binding.cpp, the formulas in norm/rms_norm.h.
+// Bindings of the norm family. The schemas are in torch_binding.cpp, the formulas in
+// norm/rms_norm.h.
 #pragma once
 
 #include <tuple>

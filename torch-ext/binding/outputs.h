@@ -93,8 +93,8 @@ inline Gradient gradient_of(const OptionalTensor& tensor, bool needed, const Ten
   return needed && tensor.has_value() ? gradient_of(*tensor, true) : no_gradient(x);
 }
 
-// Float32 values that a kernel leaves for another one, and null where there are none. They live as long
-// as `memory`.
+// Float32 values that a kernel leaves for another one, and null where there are none. They live as
+// long as `memory`.
 inline float* scratch(OptionalTensor& memory, int64_t values, const Tensor& like) {
   if (values == 0) return nullptr;
   memory = empty_floats({values}, like);

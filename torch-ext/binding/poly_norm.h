@@ -1,5 +1,5 @@
-// Bindings of poly_norm, fused_mul_poly_norm and grouped_poly_norm. The schemas are in torch_binding.cpp, the
-// formulas in norm/poly_norm.h.
+// Bindings of poly_norm, fused_mul_poly_norm and grouped_poly_norm. The schemas are in
+// torch_binding.cpp, the formulas in norm/poly_norm.h.
 #pragma once
 
 #include <tuple>
@@ -14,8 +14,8 @@ Tensor poly_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, doub
 std::tuple<Tensor, Tensor> poly_norm_fwd(const Tensor& x, const Tensor& weight, const Tensor& bias,
                                          double eps);
 
-// Without mul, x is packed: [..., 2 * dim], x in the first half and mul in the second, or the other way
-// round with mul_first.
+// Without mul, x is packed: [..., 2 * dim], x in the first half and mul in the second, or the other
+// way round with mul_first.
 Tensor fused_mul_poly_norm(const Tensor& x, const OptionalTensor& mul, const Tensor& weight,
                            const Tensor& bias, double eps, bool mul_first);
 
@@ -23,8 +23,8 @@ std::tuple<Tensor, Tensor> fused_mul_poly_norm_fwd(const Tensor& x, const Option
                                                    const Tensor& weight, const Tensor& bias,
                                                    double eps, bool mul_first);
 
-// The gradient of both: (grad_x, grad_mul, grad_weight, grad_bias), each empty where not needed. That of a
-// packed x is packed.
+// The gradient of both: (grad_x, grad_mul, grad_weight, grad_bias), each empty where not needed.
+// That of a packed x is packed.
 std::tuple<Tensor, Tensor, Tensor, Tensor> poly_norm_bwd(
     const Tensor& grad_out, const Tensor& x, const OptionalTensor& mul, bool packed, bool mul_first,
     const Tensor& weight, const Tensor& bias, const Tensor& rstd, bool needs_grad_x,

@@ -258,7 +258,8 @@ int64_t elements_of_token(const Params& p) {
   return (p.q.heads + p.k.heads) * p.shape.dim;
 }
 
-// Whether there is something to compute. It is there that the CPU reads positions, so they are checked.
+// Whether there is something to compute. It is there that the CPU reads positions, so they are
+// checked.
 template <typename Params>
 bool is_something(const char* op, const Params& p, const Tensor& q) {
   if (is_nothing(q, tokens_of(p), elements_of_token(p))) return false;
@@ -300,8 +301,8 @@ struct Extent {
   int64_t size, stride;
 };
 
-// Whether elements of a head are adjacent and no two places of the tensor are one: every stride reaches over
-// all that lies within it.
+// Whether elements of a head are adjacent and no two places of the tensor are one: every stride
+// reaches over all that lies within it.
 bool writable(const Tensor& tensor) {
   if (tensor.numel() == 0) return true;
   const int64_t last = tensor.dim() - 1;
@@ -321,15 +322,16 @@ bool writable(const Tensor& tensor) {
   return true;
 }
 
-// Whether two writable tensors of one type, not empty and alike but for their heads, may share an element.
+// Whether two writable tensors of one type, not empty and alike but for their heads, may share an
+// element.
 bool may_overlap(const Tensor& a, const Tensor& b, const Dims& dims) {
   const int64_t size = dtype_size(*dtype_from(a.scalar_type()));
   const int64_t bytes =
       static_cast<const char*>(b.const_data_ptr()) - static_cast<const char*>(a.const_data_ptr());
   if (bytes >= span_of(a) * size || -bytes >= span_of(b) * size) return false;
   if (bytes % size != 0) return true;
-  // One may lie in the gaps of the other, as the parts of a packed projection do: sequence by sequence, token by
-  // token, or head by head.
+  // One may lie in the gaps of the other, as the parts of a packed projection do: sequence by
+  // sequence, token by token, or head by head.
   const auto apart = [&](int64_t rows, int64_t a_stride, int64_t b_stride, int64_t a_span,
                          int64_t b_span) {
     if (rows <= 1 || a_stride != b_stride) return false;
@@ -349,7 +351,8 @@ bool may_overlap(const Tensor& a, const Tensor& b, const Dims& dims) {
             token_span(a), token_span(b))) {
     return false;
   }
-  // Where all other strides are multiples of that of heads, each head has its place between two multiples of it.
+  // Where all other strides are multiples of that of heads, each head has its place between two
+  // multiples of it.
   const int64_t stride = dims.heads < 0 ? 0 : a.stride(dims.heads);
   const auto on_grid = [&](const Tensor& t) {
     for (int64_t i = 0; i < t.dim() - 1; ++i) {

@@ -7,9 +7,9 @@
 
 namespace fuselage::binding {
 
-// q and k: [batch, tokens, dim], or four dimensions of which `heads_dim` (1 or 2) counts heads. Without k the
-// second result is empty. Positions are those of position_ids, or count from offsets + offset, or where
-// neither is given are the rows of cos and sin themselves.
+// q and k: [batch, tokens, dim], or four dimensions of which `heads_dim` (1 or 2) counts heads.
+// Without k the second result is empty. Positions are those of position_ids, or count from offsets
+// + offset, or where neither is given are the rows of cos and sin themselves.
 std::tuple<Tensor, Tensor> apply_rotary(const Tensor& q, const OptionalTensor& k, const Tensor& cos,
                                         const Tensor& sin, const OptionalTensor& position_ids,
                                         const OptionalTensor& offsets,

@@ -115,7 +115,8 @@ inline int64_t span_of(const Tensor& tensor, int64_t outer = 0) {
   return span;
 }
 
-// Whether the memory from the first element of either to the end of its last meets that of the other.
+// Whether the memory from the first element of either to the end of its last meets that of the
+// other.
 inline bool spans_meet(const Tensor& a, const Tensor& b) {
   if (a.numel() == 0 || b.numel() == 0 || is_meta(a)) return false;
   const auto begin_of = [](const Tensor& t) {
