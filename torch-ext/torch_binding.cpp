@@ -1,6 +1,6 @@
-// Schemas and registration. `*_fwd` ops return what their backward needs as well; the plain ones return the
-// results alone. Where a backward needs the inputs alone, both are one function, and `*_fwd` is what
-// torch.compile sees: a registered autograd would cost every call of the plain op.
+// Schemas and registration. `*_fwd` ops return what their backward needs as well; the plain ones
+// return the results alone. Where a backward needs the inputs alone, both are one function, and
+// `*_fwd` is what torch.compile sees: a registered autograd would cost every call of the plain op.
 #include <torch/csrc/stable/library.h>
 
 #include "binding/ada_norm.h"
@@ -16,78 +16,84 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "rms_norm(Tensor x, Tensor? weight, float eps, float weight_offset, bool cast_before_weight, "
       "ScalarType? out_dtype) -> Tensor");
   ops.def(
-      "rms_norm_fwd(Tensor x, Tensor? weight, float eps, float weight_offset, bool cast_before_weight, "
-      "ScalarType? out_dtype) -> (Tensor out, Tensor rstd)");
+      "rms_norm_fwd(Tensor x, Tensor? weight, float eps, float weight_offset, bool "
+      "cast_before_weight, ScalarType? out_dtype) -> (Tensor out, Tensor rstd)");
   ops.def(
-      "rms_norm_bwd(Tensor grad_out, Tensor? grad_new_residual, Tensor x, Tensor? weight, Tensor rstd, "
-      "float weight_offset, bool needs_grad_x, bool needs_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
+      "rms_norm_bwd(Tensor grad_out, Tensor? grad_new_residual, Tensor x, Tensor? weight, Tensor "
+      "rstd, float weight_offset, bool needs_grad_x, bool needs_grad_weight) -> (Tensor grad_x, "
+      "Tensor grad_weight)");
   ops.def(
-      "fused_add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, "
-      "bool cast_before_weight, ScalarType? out_dtype) -> (Tensor out, Tensor new_residual)");
+      "fused_add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float "
+      "weight_offset, bool cast_before_weight, ScalarType? out_dtype) -> (Tensor out, Tensor "
+      "new_residual)");
   ops.def(
-      "fused_add_rms_norm_fwd(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, "
-      "bool cast_before_weight, ScalarType? out_dtype) -> (Tensor out, Tensor new_residual, Tensor rstd)");
+      "fused_add_rms_norm_fwd(Tensor x, Tensor residual, Tensor? weight, float eps, float "
+      "weight_offset, bool cast_before_weight, ScalarType? out_dtype) -> (Tensor out, Tensor "
+      "new_residual, Tensor rstd)");
   ops.def(
-      "fused_add_rms_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, float eps, float weight_offset, "
-      "bool cast_before_weight) -> ()");
+      "fused_add_rms_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, float eps, float "
+      "weight_offset, bool cast_before_weight) -> ()");
   ops.def("poly_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor");
   ops.def(
-      "poly_norm_fwd(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor out, Tensor rstd)");
+      "poly_norm_fwd(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor out, Tensor "
+      "rstd)");
   ops.def(
-      "fused_mul_poly_norm(Tensor x, Tensor? mul, Tensor weight, Tensor bias, float eps, bool mul_first) "
-      "-> Tensor");
+      "fused_mul_poly_norm(Tensor x, Tensor? mul, Tensor weight, Tensor bias, float eps, bool "
+      "mul_first) -> Tensor");
   ops.def(
       "fused_mul_poly_norm_fwd(Tensor x, Tensor? mul, Tensor weight, Tensor bias, float eps, "
       "bool mul_first) -> (Tensor out, Tensor rstd)");
   ops.def(
-      "grouped_poly_norm(Tensor x, Tensor? mul, Tensor weight, Tensor bias, Tensor offs, float eps, "
-      "bool mul_first, float? hidden_clamp) -> Tensor");
+      "grouped_poly_norm(Tensor x, Tensor? mul, Tensor weight, Tensor bias, Tensor offs, float "
+      "eps, bool mul_first, float? hidden_clamp) -> Tensor");
   ops.def(
-      "grouped_poly_norm_fwd(Tensor x, Tensor? mul, Tensor weight, Tensor bias, Tensor offs, float eps, "
-      "bool mul_first, float? hidden_clamp) -> (Tensor out, Tensor rstd)");
+      "grouped_poly_norm_fwd(Tensor x, Tensor? mul, Tensor weight, Tensor bias, Tensor offs, float "
+      "eps, bool mul_first, float? hidden_clamp) -> (Tensor out, Tensor rstd)");
   ops.def(
-      "grouped_poly_norm_bwd(Tensor grad_out, Tensor x, Tensor? mul, bool mul_first, Tensor weight, "
-      "Tensor bias, Tensor offs, Tensor rstd, float? hidden_clamp, bool needs_grad_x, bool needs_grad_mul, "
-      "bool needs_grad_weight, bool needs_grad_bias) "
-      "-> (Tensor grad_x, Tensor grad_mul, Tensor grad_weight, Tensor grad_bias)");
+      "grouped_poly_norm_bwd(Tensor grad_out, Tensor x, Tensor? mul, bool mul_first, Tensor "
+      "weight, Tensor bias, Tensor offs, Tensor rstd, float? hidden_clamp, bool needs_grad_x, bool "
+      "needs_grad_mul, bool needs_grad_weight, bool needs_grad_bias) -> (Tensor grad_x, Tensor "
+      "grad_mul, Tensor grad_weight, Tensor grad_bias)");
   ops.def(
-      "poly_norm_bwd(Tensor grad_out, Tensor x, Tensor? mul, bool packed, bool mul_first, Tensor weight, "
-      "Tensor bias, Tensor rstd, bool needs_grad_x, bool needs_grad_mul, bool needs_grad_weight, "
-      "bool needs_grad_bias) "
-      "-> (Tensor grad_x, Tensor grad_mul, Tensor grad_weight, Tensor grad_bias)");
+      "poly_norm_bwd(Tensor grad_out, Tensor x, Tensor? mul, bool packed, bool mul_first, Tensor "
+      "weight, Tensor bias, Tensor rstd, bool needs_grad_x, bool needs_grad_mul, bool "
+      "needs_grad_weight, bool needs_grad_bias) -> (Tensor grad_x, Tensor grad_mul, Tensor "
+      "grad_weight, Tensor grad_bias)");
 
   ops.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor");
   ops.def(
-      "layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor out, Tensor statistics)");
+      "layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor out, Tensor "
+      "statistics)");
   ops.def(
       "layer_norm_bwd(Tensor grad_out, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, "
       "bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) "
       "-> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
   ops.def(
-      "ada_norm(Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps, bool layer) "
-      "-> Tensor");
+      "ada_norm(Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps, "
+      "bool layer) -> Tensor");
   ops.def(
-      "ada_norm_fwd(Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps, "
-      "bool layer) -> (Tensor out, Tensor statistics)");
+      "ada_norm_fwd(Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float "
+      "eps, bool layer) -> (Tensor out, Tensor statistics)");
   ops.def(
-      "ada_norm_bwd(Tensor grad_out, Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, "
-      "Tensor statistics, bool layer, bool needs_grad_x, bool needs_grad_scale, bool needs_grad_shift, "
-      "bool needs_grad_weight, bool needs_grad_bias) "
-      "-> (Tensor grad_x, Tensor grad_scale, Tensor grad_shift, Tensor grad_weight, Tensor grad_bias)");
+      "ada_norm_bwd(Tensor grad_out, Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, "
+      "Tensor? bias, Tensor statistics, bool layer, bool needs_grad_x, bool needs_grad_scale, bool "
+      "needs_grad_shift, bool needs_grad_weight, bool needs_grad_bias) -> (Tensor grad_x, Tensor "
+      "grad_scale, Tensor grad_shift, Tensor grad_weight, Tensor grad_bias)");
   ops.def(
-      "gate_residual_ada_norm(Tensor x, Tensor residual, Tensor? gate, Tensor? scale, Tensor? shift, "
-      "Tensor? weight, Tensor? bias, float eps, bool layer) -> (Tensor out, Tensor new_residual)");
+      "gate_residual_ada_norm(Tensor x, Tensor residual, Tensor? gate, Tensor? scale, Tensor? "
+      "shift, Tensor? weight, Tensor? bias, float eps, bool layer) -> (Tensor out, Tensor "
+      "new_residual)");
   ops.def(
-      "gate_residual_ada_norm_fwd(Tensor x, Tensor residual, Tensor? gate, Tensor? scale, Tensor? shift, "
-      "Tensor? weight, Tensor? bias, float eps, bool layer) "
-      "-> (Tensor out, Tensor new_residual, Tensor statistics)");
+      "gate_residual_ada_norm_fwd(Tensor x, Tensor residual, Tensor? gate, Tensor? scale, Tensor? "
+      "shift, Tensor? weight, Tensor? bias, float eps, bool layer) -> (Tensor out, Tensor "
+      "new_residual, Tensor statistics)");
   ops.def(
-      "gate_residual_ada_norm_bwd(Tensor grad_out, Tensor? grad_new_residual, Tensor new_residual, Tensor? x, "
-      "Tensor? gate, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, Tensor statistics, "
-      "bool layer, bool needs_grad_x, bool needs_grad_residual, bool needs_grad_gate, bool needs_grad_scale, "
-      "bool needs_grad_shift, bool needs_grad_weight, bool needs_grad_bias) "
-      "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_gate, Tensor grad_scale, Tensor grad_shift, "
-      "Tensor grad_weight, Tensor grad_bias)");
+      "gate_residual_ada_norm_bwd(Tensor grad_out, Tensor? grad_new_residual, Tensor new_residual, "
+      "Tensor? x, Tensor? gate, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, Tensor "
+      "statistics, bool layer, bool needs_grad_x, bool needs_grad_residual, bool needs_grad_gate, "
+      "bool needs_grad_scale, bool needs_grad_shift, bool needs_grad_weight, bool needs_grad_bias) "
+      "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_gate, Tensor grad_scale, Tensor "
+      "grad_shift, Tensor grad_weight, Tensor grad_bias)");
 
   ops.def("activation(Tensor x, int activation) -> Tensor");
   ops.def("activation_fwd(Tensor x, int activation) -> Tensor");
@@ -98,7 +104,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("swiglu_clamped(Tensor x, float alpha, float limit, bool interleaved) -> Tensor");
   ops.def("swiglu_clamped_fwd(Tensor x, float alpha, float limit, bool interleaved) -> Tensor");
   ops.def(
-      "swiglu_clamped_bwd(Tensor grad_out, Tensor x, float alpha, float limit, bool interleaved) -> Tensor");
+      "swiglu_clamped_bwd(Tensor grad_out, Tensor x, float alpha, float limit, bool interleaved) "
+      "-> Tensor");
   ops.def("glu(Tensor gate, Tensor up, int activation) -> Tensor");
   ops.def("glu_fwd(Tensor gate, Tensor up, int activation) -> Tensor");
   ops.def(
@@ -112,56 +119,60 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "add_mul_act_fwd(Tensor x, Tensor? bias, Tensor y, float alpha, int activation) -> Tensor");
   ops.def("add_mul_act_(Tensor(a!) x, Tensor? bias, Tensor y, float alpha, int activation) -> ()");
   ops.def(
-      "add_mul_act_bwd(Tensor grad_out, Tensor? x, Tensor? bias, Tensor? y, float alpha, int activation, "
-      "bool needs_grad_x, bool needs_grad_bias, bool needs_grad_y) "
-      "-> (Tensor grad_x, Tensor grad_bias, Tensor grad_y)");
+      "add_mul_act_bwd(Tensor grad_out, Tensor? x, Tensor? bias, Tensor? y, float alpha, int "
+      "activation, bool needs_grad_x, bool needs_grad_bias, bool needs_grad_y) -> (Tensor grad_x, "
+      "Tensor grad_bias, Tensor grad_y)");
 
   ops.def(
-      "apply_rotary(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? position_ids, Tensor? offsets, "
-      "int? offset, bool interleaved, int heads_dim, int? rotary_dim) -> (Tensor q_out, Tensor k_out)");
+      "apply_rotary(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? position_ids, Tensor? "
+      "offsets, int? offset, bool interleaved, int heads_dim, int? rotary_dim) -> (Tensor q_out, "
+      "Tensor k_out)");
   ops.def(
-      "apply_rotary_fwd(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? position_ids, Tensor? offsets, "
-      "int? offset, bool interleaved, int heads_dim, int? rotary_dim) -> (Tensor q_out, Tensor k_out)");
+      "apply_rotary_fwd(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? position_ids, Tensor? "
+      "offsets, int? offset, bool interleaved, int heads_dim, int? rotary_dim) -> (Tensor q_out, "
+      "Tensor k_out)");
   ops.def(
-      "apply_rotary_bwd(Tensor grad_q, Tensor? grad_k, Tensor cos, Tensor sin, Tensor? position_ids, "
-      "Tensor? offsets, int? offset, bool interleaved, int heads_dim, int? rotary_dim) "
-      "-> (Tensor grad_q_in, Tensor grad_k_in)");
+      "apply_rotary_bwd(Tensor grad_q, Tensor? grad_k, Tensor cos, Tensor sin, Tensor? "
+      "position_ids, Tensor? offsets, int? offset, bool interleaved, int heads_dim, int? "
+      "rotary_dim) -> (Tensor grad_q_in, Tensor grad_k_in)");
   ops.def(
       "apply_rotary_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? position_ids, "
       "Tensor? offsets, int? offset, bool interleaved, int heads_dim, int? rotary_dim) -> ()");
   ops.def(
-      "qk_norm_rotary(Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, "
-      "Tensor? position_ids, Tensor? offsets, int? offset, float eps, float weight_offset, "
-      "bool cast_before_weight, bool interleaved, int heads_dim, int? rotary_dim) "
+      "qk_norm_rotary(Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor "
+      "sin, Tensor? position_ids, Tensor? offsets, int? offset, float eps, float weight_offset, "
+      "bool cast_before_weight, bool interleaved, int heads_dim, int? rotary_dim) -> (Tensor "
+      "q_out, Tensor k_out)");
+  ops.def(
+      "qk_norm_rotary_fwd(Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, "
+      "Tensor sin, Tensor? position_ids, Tensor? offsets, int? offset, float eps, float "
+      "weight_offset, bool cast_before_weight, bool interleaved, int heads_dim, int? rotary_dim) "
       "-> (Tensor q_out, Tensor k_out)");
   ops.def(
-      "qk_norm_rotary_fwd(Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, "
-      "Tensor? position_ids, Tensor? offsets, int? offset, float eps, float weight_offset, "
-      "bool cast_before_weight, bool interleaved, int heads_dim, int? rotary_dim) "
-      "-> (Tensor q_out, Tensor k_out)");
-  ops.def(
-      "qk_norm_rotary_bwd(Tensor grad_q_out, Tensor? grad_k_out, Tensor q, Tensor? k, Tensor? q_weight, "
-      "Tensor? k_weight, Tensor cos, Tensor sin, Tensor? position_ids, Tensor? offsets, int? offset, "
-      "float eps, float weight_offset, bool interleaved, int heads_dim, int? rotary_dim, bool needs_grad_q, "
-      "bool needs_grad_k, bool needs_grad_q_weight, bool needs_grad_k_weight) "
-      "-> (Tensor grad_q, Tensor grad_k, Tensor grad_q_weight, Tensor grad_k_weight)");
+      "qk_norm_rotary_bwd(Tensor grad_q_out, Tensor? grad_k_out, Tensor q, Tensor? k, Tensor? "
+      "q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor? position_ids, Tensor? offsets, "
+      "int? offset, float eps, float weight_offset, bool interleaved, int heads_dim, int? "
+      "rotary_dim, bool needs_grad_q, bool needs_grad_k, bool needs_grad_q_weight, bool "
+      "needs_grad_k_weight) -> (Tensor grad_q, Tensor grad_k, Tensor grad_q_weight, Tensor "
+      "grad_k_weight)");
 
   ops.def(
-      "gumbel_sample(Tensor logits, Tensor? bias, Tensor? bitmask, Tensor seed, Tensor(a!)? offset, Tensor? temperature, "
-      "float temperature_value, Tensor? top_k, int? top_k_value, Tensor? top_p, float? top_p_value, "
-      "Tensor? min_p, float? min_p_value, int num_samples, int vocab_offset, bool return_logprobs) "
-      "-> (Tensor tokens, Tensor logprobs, Tensor filtered_logprobs)");
+      "gumbel_sample(Tensor logits, Tensor? bias, Tensor? bitmask, Tensor seed, Tensor(a!)? "
+      "offset, Tensor? temperature, float temperature_value, Tensor? top_k, int? top_k_value, "
+      "Tensor? top_p, float? top_p_value, Tensor? min_p, float? min_p_value, int num_samples, int "
+      "vocab_offset, bool return_logprobs) -> (Tensor tokens, Tensor logprobs, Tensor "
+      "filtered_logprobs)");
   ops.def(
-      "lm_head_sample(Tensor hidden, Tensor weight, Tensor? weight_scale, Tensor? bias, "
-      "float? logit_softcap, Tensor seed, Tensor(a!)? offset, Tensor? temperature, "
-      "float temperature_value, Tensor? top_k, int? top_k_value, Tensor? top_p, float? top_p_value, "
+      "lm_head_sample(Tensor hidden, Tensor weight, Tensor? weight_scale, Tensor? bias, float? "
+      "logit_softcap, Tensor seed, Tensor(a!)? offset, Tensor? temperature, float "
+      "temperature_value, Tensor? top_k, int? top_k_value, Tensor? top_p, float? top_p_value, "
       "Tensor? min_p, float? min_p_value, int num_samples, int vocab_offset, bool return_logprobs) "
       "-> (Tensor tokens, Tensor logprobs, Tensor filtered_logprobs)");
   ops.def(
       "lm_head_sample_shard(Tensor hidden, Tensor weight, Tensor? weight_scale, Tensor? bias, "
-      "float? logit_softcap, Tensor seed, Tensor(a!)? offset, Tensor? temperature, float temperature_value, "
-      "int num_samples, int vocab_offset, bool return_log_sum_exp) "
-      "-> (Tensor scores, Tensor tokens, Tensor logits, Tensor log_sum_exp)");
+      "float? logit_softcap, Tensor seed, Tensor(a!)? offset, Tensor? temperature, float "
+      "temperature_value, int num_samples, int vocab_offset, bool return_log_sum_exp) -> (Tensor "
+      "scores, Tensor tokens, Tensor logits, Tensor log_sum_exp)");
 }
 
 namespace {

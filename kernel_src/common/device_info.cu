@@ -1,7 +1,8 @@
 // What the process keeps of its GPUs.
 //
-// NOTE: all state of the GPU code is in here, with internal linkage. A static variable of an inline function or a
-// template is one for the whole process (STB_GNU_UNIQUE), so two versions of this library would share it.
+// NOTE: all state of the GPU code is in here, with internal linkage. A static variable of an inline
+// function or a template is one for the whole process (STB_GNU_UNIQUE), so two versions of this
+// library would share it.
 #include "common/device_info.h"
 
 #include <atomic>
@@ -42,7 +43,8 @@ DeviceInfo query(int device) {
 #endif
 }
 
-// The devices, a bit each, on which a kernel may use all shared memory. A hash table of open addressing.
+// The devices, a bit each, on which a kernel may use all shared memory. A hash table of open
+// addressing.
 struct Allowed {
   std::atomic<const void*> kernel;
   std::atomic<uint64_t> devices;

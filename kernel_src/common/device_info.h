@@ -1,4 +1,5 @@
-// What launch policies need to know of a GPU, by features. Plain C++, so that tests make up devices.
+// What launch policies need to know of a GPU, by features. Plain C++, so that tests make up
+// devices.
 #pragma once
 
 namespace fuselage {
@@ -15,7 +16,8 @@ enum class TensorCores {
   wgmma,  // and of a warpgroup, operands in shared memory
 };
 
-// NOTE: features and no compute capability: HIP reports 9.0 and 9.4 for GPUs that have nothing of Hopper's.
+// NOTE: features and no compute capability: HIP reports 9.0 and 9.4 for GPUs that have nothing of
+// Hopper's.
 struct DeviceInfo {
   int multiprocessors;
   int max_shared_memory;  // bytes of a block, static and dynamic
@@ -52,8 +54,8 @@ inline DeviceInfo amd_device(int multiprocessors, int max_shared_memory, int war
   return info;
 }
 
-// Of the GPU of this index; its driver is asked once. Throws std::runtime_error if it does not answer, and asks
-// again the next time.
+// Of the GPU of this index; its driver is asked once. Throws std::runtime_error if it does not
+// answer, and asks again the next time.
 DeviceInfo device_info(int device);
 
 }  // namespace fuselage

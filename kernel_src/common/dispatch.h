@@ -22,8 +22,8 @@ inline gpuError dispatch_dtype(DType dtype, F&& f) {
   return gpuErrorInvalidValue;
 }
 
-// Calls f(TypeTag<activation>, TypeTag<output>) for the pairs that operators support: equal types, and
-// float32 with either half type. False for any other pair.
+// Calls f(TypeTag<activation>, TypeTag<output>) for the pairs that operators support: equal types,
+// and float32 with either half type. False for any other pair.
 template <typename F>
 [[nodiscard]] inline bool dispatch_activation_output(DType activation, DType output, F&& f) {
   const auto with_activation = [&](auto tag, DType own) {

@@ -1,13 +1,13 @@
-// Division by what only the host knows before a launch: a multiplication and a shift, where the GPU's own takes
-// some thirty instructions (32 bits) or a hundred (64).
+// Division by what only the host knows before a launch: a multiplication and a shift, where the
+// GPU's own takes some thirty instructions (32 bits) or a hundred (64).
 #pragma once
 
 #include <cstdint>
 
 namespace fuselage {
 
-// A number of at least 1 to divide by. Granlund and Montgomery 1994: with 2^(k-1) < value <= 2^k and
-// multiplier = ceil(2^(31+k) / value), n / value = n * multiplier >> (31 + k) for all n < 2^31.
+// A number of at least 1 to divide by. Granlund and Montgomery 1994: with 2^(k-1) < value <= 2^k
+// and multiplier = ceil(2^(31+k) / value), n / value = n * multiplier >> (31 + k) for all n < 2^31.
 struct Divisor {
   int64_t value;
   uint32_t multiplier = 0, shift = 0;  // 0, 0: of one, or of what takes more than 31 bits

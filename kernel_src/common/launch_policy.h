@@ -1,5 +1,6 @@
-// What the launch policies of all families share: how a row is laid out over threads, and the arithmetic of it.
-// Policies are plain C++: tests sweep them over made-up devices (tests/test_policies.py).
+// What the launch policies of all families share: how a row is laid out over threads, and the
+// arithmetic of it. Policies are plain C++: tests sweep them over made-up devices
+// (tests/test_policies.py).
 #pragma once
 
 #include <algorithm>
@@ -9,9 +10,9 @@
 
 namespace fuselage {
 
-// One row belongs to `threads_per_row` threads in each of `cluster` blocks; a thread has `vectors` vectors of
-// it, for `rows_per_thread` rows at once. Rows too long for that are `streamed`: read twice, the second time
-// from cache.
+// One row belongs to `threads_per_row` threads in each of `cluster` blocks; a thread has `vectors`
+// vectors of it, for `rows_per_thread` rows at once. Rows too long for that are `streamed`: read
+// twice, the second time from cache.
 struct RowPolicy {
   int vectors;
   int rows_per_thread;
@@ -29,21 +30,22 @@ inline int next_power_of_two(int64_t n) {
   return power;
 }
 
-// Threads for a row of `count` vectors at `vectors` a thread: a power of two within a warp, whole warps beyond.
+// Threads for a row of `count` vectors at `vectors` a thread: a power of two within a warp, whole
+// warps beyond.
 inline int threads_for(int64_t count, int vectors) {
   const int64_t threads = ceil_div(count, vectors);
   if (threads <= kWarpSize) return next_power_of_two(threads);
   return static_cast<int>(ceil_div(threads, kWarpSize) * kWarpSize);
 }
 
-// Shared memory of a row of `columns` elements that may start anywhere in its first block of 16 bytes
-// (common/staged.h).
+// Shared memory of a row of `columns` elements that may start anywhere in its first block of 16
+// bytes (common/staged.h).
 constexpr int staged_bytes(int columns, int element_size) {
   return (columns * element_size + 15) / 16 * 16 + 32;
 }
 
-// Blocks to cut a row of `count` vectors over, so that each has `wanted` vectors or fewer: one where the GPU
-// has no clusters.
+// Blocks to cut a row of `count` vectors over, so that each has `wanted` vectors or fewer: one
+// where the GPU has no clusters.
 inline int cluster_for(const DeviceInfo& device, int64_t count, int64_t wanted) {
   if (!device.has_clusters) return 1;
   return std::min(next_power_of_two(ceil_div(count, wanted)), kMaxCluster);

@@ -6,7 +6,8 @@
 
 namespace fuselage {
 
-// a / b, of positive numbers. NOTE: not with the operator, whose subroutine for 64 bits takes a stack.
+// a / b, of positive numbers. NOTE: not with the operator, whose subroutine for 64 bits takes a
+// stack.
 __device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
   if ((a | b) >> 32 == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
   int64_t result = 0;

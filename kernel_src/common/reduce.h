@@ -1,5 +1,6 @@
-// The one reduction: the sum of a value over the threads that share a row. The order of the additions is
-// fixed by the thread layout, so the same row gives the same bits wherever and whenever it is computed.
+// The one reduction: the sum of a value over the threads that share a row. The order of the
+// additions is fixed by the thread layout, so the same row gives the same bits wherever and
+// whenever it is computed.
 #pragma once
 
 #include "common/gpu_compat.h"
@@ -15,9 +16,9 @@ __device__ __forceinline__ float warp_sum(float value, int width) {
   return value;
 }
 
-// Sums over `width` neighbouring lanes of kCount values of each of kRows rows (a power of two, at most `width`).
-// A lane gets those of one row, row_of_lane: in the first steps it hands half of its rows over and goes on with the
-// other half. The additions are those of warp_sum.
+// Sums over `width` neighbouring lanes of kCount values of each of kRows rows (a power of two, at
+// most `width`). A lane gets those of one row, row_of_lane: in the first steps it hands half of its
+// rows over and goes on with the other half. The additions are those of warp_sum.
 template <int kRows, int kCount>
 __device__ __forceinline__ void warp_sums_of_rows(float (&values)[kRows][kCount],
                                                   float (&sums)[kCount], int width) {
@@ -44,7 +45,8 @@ __device__ __forceinline__ void warp_sums_of_rows(float (&values)[kRows][kCount]
   }
 }
 
-// The row whose sums warp_sums_of_rows leaves in this lane, and the first lane that has those of a row.
+// The row whose sums warp_sums_of_rows leaves in this lane, and the first lane that has those of a
+// row.
 template <int kRows>
 __device__ __forceinline__ int row_of_lane(int width) {
   return kRows == 1 ? 0 : static_cast<int>(threadIdx.x % width) * kRows / width;
@@ -63,8 +65,8 @@ struct RowSumScratch {
   uint64_t mbarrier;
 };
 
-// What a cluster needs before its first row_sum: all threads call the start early in the kernel, with every array
-// of scratches, and the end right before that row_sum.
+// What a cluster needs before its first row_sum: all threads call the start early in the kernel,
+// with every array of scratches, and the end right before that row_sum.
 template <typename... Scratches>
 __device__ __forceinline__ void row_sum_start(int cluster, Scratches&... scratches) {
   if (cluster == 1) return;
@@ -79,8 +81,8 @@ __device__ __forceinline__ void row_sum_end(int cluster) {
   if (cluster > 1) cluster_wait();
 }
 
-// Sum over the warp of kVectors (1, 2 or 4) values a lane, in every lane: first those with the same index,
-// then the sums of neighbouring indices, in pairs.
+// Sum over the warp of kVectors (1, 2 or 4) values a lane, in every lane: first those with the same
+// index, then the sums of neighbouring indices, in pairs.
 template <int kVectors>
 __device__ __forceinline__ float warp_sum_of_vectors(const float (&values)[kVectors]) {
   static_assert(kVectors == 1 || kVectors == 2 || kVectors == 4, "1, 2 or 4 vectors a thread");
@@ -94,17 +96,18 @@ __device__ __forceinline__ float warp_sum_of_vectors(const float (&values)[kVect
   return sum[0];
 }
 
-// Sum of kCount values over the threads that share a row, in every one of them: blockDim.x threads of a
-// block (a power of two, or whole warps), in each of the `cluster` blocks of a cluster. threadIdx.y counts
-// the rows of the block. Beyond a warp a row, all rows of the block, or the whole cluster, call equally often.
+// Sum of kCount values over the threads that share a row, in every one of them: blockDim.x threads
+// of a block (a power of two, or whole warps), in each of the `cluster` blocks of a cluster.
+// threadIdx.y counts the rows of the block. Beyond a warp a row, all rows of the block, or the
+// whole cluster, call equally often.
 //
-// A thread brings kVectors partial sums of each value, for vectors that lie a warp apart; a warp has
-// neighbouring ones. The additions are a tree over 16 * 32 vectors at a time, which is the same tree however
-// many of them one thread has: a kernel may choose that by the number of rows.
+// A thread brings kVectors partial sums of each value, for vectors that lie a warp apart; a warp
+// has neighbouring ones. The additions are a tree over 16 * 32 vectors at a time, which is the same
+// tree however many of them one thread has: a kernel may choose that by the number of rows.
 //
-// kRowsApart: the rows of a block need not call at the same time. (That takes a barrier for each, of which a
-// multiprocessor has few, so that fewer blocks fit on it.)
-// `turn` counts the calls of a kernel: they take turns with two scratches, one of which may still be read.
+// kRowsApart: the rows of a block need not call at the same time. (That takes a barrier for each,
+// of which a multiprocessor has few, so that fewer blocks fit on it.) `turn` counts the calls of a
+// kernel: they take turns with two scratches, one of which may still be read.
 template <bool kRowsApart, int kVectors, int kCount, int kScratches>
 __device__ __forceinline__ void row_sum_of_vectors(const float (&vectors)[kCount][kVectors],
                                                    float (&sums)[kCount], int cluster,

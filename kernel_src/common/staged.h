@@ -1,7 +1,7 @@
-// Rows of any alignment on their way through shared memory. Between global and shared memory the threads copy
-// aligned blocks of 16 bytes together; an element keeps its place within the block, so a row starts in shared
-// memory as far behind a boundary as in global memory. There each thread reads and writes its own vectors, by
-// the word.
+// Rows of any alignment on their way through shared memory. Between global and shared memory the
+// threads copy aligned blocks of 16 bytes together; an element keeps its place within the block, so
+// a row starts in shared memory as far behind a boundary as in global memory. There each thread
+// reads and writes its own vectors, by the word.
 #pragma once
 
 #include "common/launch_policy.h"
@@ -17,8 +17,8 @@ __device__ __forceinline__ int bytes_behind_boundary(const void* pointer) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(pointer) % 16);
 }
 
-// Starts the copy of `count` elements, of which element i then is at `staged` + bytes_behind_boundary(source)
-// + i * sizeof(T). `thread` of `threads` does its share.
+// Starts the copy of `count` elements, of which element i then is at `staged` +
+// bytes_behind_boundary(source) + i * sizeof(T). `thread` of `threads` does its share.
 template <typename T>
 __device__ __forceinline__ void stage_in(char* staged, const T* source, int count, int thread,
                                          int threads) {
@@ -49,7 +49,8 @@ __device__ __forceinline__ void stage_out(const char* staged, T* target, int cou
   }
 }
 
-// The N elements at `source` in shared memory, of which the first `left` are there; the others are zero.
+// The N elements at `source` in shared memory, of which the first `left` are there; the others are
+// zero.
 template <typename T, int N>
 __device__ __forceinline__ Vector<T, N> load_staged(const char* source, int left) {
   using V = Vector<T, N>;

@@ -1,6 +1,6 @@
-// The one vector type: N elements of T that are loaded and stored together, up to 16 bytes an instruction.
-// Values are kept packed, as they were in memory, and converted to float where they are used, in pairs where
-// the GPU has an instruction for two.
+// The one vector type: N elements of T that are loaded and stored together, up to 16 bytes an
+// instruction. Values are kept packed, as they were in memory, and converted to float where they
+// are used, in pairs where the GPU has an instruction for two.
 #pragma once
 
 #include "common/gpu_compat.h"
@@ -229,7 +229,8 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
     return v;
   }
 
-  // ---- rows of any alignment: `column` is a multiple of N, the row's start is aligned to T alone ----
+  // ---- rows of any alignment: `column` is a multiple of N, the row's start is aligned to T alone
+  // ----
 
   // Bytes [shift, shift + kBytes) of two vectors in a row.
   static __device__ __forceinline__ Vector shifted(const Vector& first, const Vector& second,
@@ -257,10 +258,10 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
     return result;
   }
 
-  // Writes the elements of a row that starts anywhere, or none where not `inside`. The `width` lanes of a
-  // group have neighbouring vectors: each joins the end of the vector before it to the start of its own into
-  // one aligned block; only the first and last of a group, and of the row, write parts of blocks. All lanes of
-  // the warp call together.
+  // Writes the elements of a row that starts anywhere, or none where not `inside`. The `width`
+  // lanes of a group have neighbouring vectors: each joins the end of the vector before it to the
+  // start of its own into one aligned block; only the first and last of a group, and of the row,
+  // write parts of blocks. All lanes of the warp call together.
   __device__ __forceinline__ void store_unaligned(T* row, int column, int dim, bool inside,
                                                   int width) const {
     char* target = reinterpret_cast<char*>(row + column);
@@ -288,7 +289,8 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
         store_part(block, target - shift, lane > 0 ? 0 : shift,
                    bytes < kBytes - shift ? bytes + shift : kBytes);
       }
-      // What lies behind that block is left to the next lane, where there is one with the rest of it.
+      // What lies behind that block is left to the next lane, where there is one with the rest of
+      // it.
       if (bytes > kBytes - shift && (lane == width - 1 || bytes <= kBytes)) {
         store_part(shifted(*this, *this, kBytes - shift), target - shift + kBytes, 0,
                    bytes < kBytes ? bytes + shift - kBytes : shift);
@@ -366,8 +368,8 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
   }
 };
 
-// A vector of a row in global memory on its way: start() of all vectors first, then finish() of each, so that
-// the loads are in flight together. Elements behind the row's end are zero.
+// A vector of a row in global memory on its way: start() of all vectors first, then finish() of
+// each, so that the loads are in flight together. Elements behind the row's end are zero.
 template <typename T, int N, bool kAligned>
 struct Loading {
   Vector<T, N> first;
@@ -384,8 +386,8 @@ struct Loading<T, N, false> {
   using V = Vector<T, N>;
   V first, second;
 
-  // NOTE: the first block may begin before the row, but not before the row's allocation; no block may end
-  // behind the row. The one or two vectors for which it would are read by the element.
+  // NOTE: the first block may begin before the row, but not before the row's allocation; no block
+  // may end behind the row. The one or two vectors for which it would are read by the element.
   static __device__ __forceinline__ bool in_blocks(const T* row, int column, int dim, int shift) {
     if ((V::kBytes < 8 || V::kBytes > 16) && shift != 0) return false;
     return column + N + (shift == 0 ? 0 : N - shift / static_cast<int>(sizeof(T))) <= dim;

@@ -1,5 +1,5 @@
-// The gate family on the CPU, forward and backward: formulas in gate/activation.h. Compiled once per
-// instruction set: see isa.h.
+// The gate family on the CPU, forward and backward: formulas in gate/activation.h. Compiled once
+// per instruction set: see isa.h.
 
 #include "cpu/activation.h"
 
@@ -164,8 +164,8 @@ __attribute__((noinline)) static void activation_forward_pieces(const Activation
   });
 }
 
-// Columns [first, last) of rows [row, row + kRows). Adds grad_x to `partial` [dim], unless that is null;
-// `fresh`: it holds nothing yet. Without kHasY, y and grad_y are null.
+// Columns [first, last) of rows [row, row + kRows). Adds grad_x to `partial` [dim], unless that is
+// null; `fresh`: it holds nothing yet. Without kHasY, y and grad_y are null.
 template <int kRows, bool kHasY, class T, class Formula>
 FUSELAGE_INLINE void activation_backward_rows(const ActivationBackward& p, int64_t row,
                                               int64_t first, int64_t last, float* partial,
@@ -253,8 +253,8 @@ static void activation_backward_bias_columns(const ActivationBackward& p, int64_
   }
 }
 
-// From the types in the params to template arguments: visit(T{}, Formula{}). The binding lets no other
-// combination through.
+// From the types in the params to template arguments: visit(T{}, Formula{}). The binding lets no
+// other combination through.
 
 template <class Params, class Visit>
 FUSELAGE_INLINE void activation_visit_formula(const Params& p, Visit visit) {

@@ -1,6 +1,6 @@
-// layer_norm, ada_layer_norm, ada_rms_norm and gate_residual_ada_norm on the CPU, forward and backward: the
-// formulas are in norm/ada_norm.h. A row is read from memory once: the first pass leaves it in the cache for
-// those after it. Compiled once per instruction set: see isa.h.
+// layer_norm, ada_layer_norm, ada_rms_norm and gate_residual_ada_norm on the CPU, forward and
+// backward: the formulas are in norm/ada_norm.h. A row is read from memory once: the first pass
+// leaves it in the cache for those after it. Compiled once per instruction set: see isa.h.
 
 #include "cpu/ada_norm.h"
 
@@ -52,8 +52,8 @@ FUSELAGE_INLINE Floats ada_norm_cut(Floats value, FirstLanes lanes) {
   return value;
 }
 
-// A product that is not to be fused with the addition behind it: compilers do so in one place and not in the
-// other.
+// A product that is not to be fused with the addition behind it: compilers do so in one place and
+// not in the other.
 FUSELAGE_INLINE Floats ada_norm_rounded(Floats product) {
 #if defined(__x86_64__)
   asm("" : "+x"(product));

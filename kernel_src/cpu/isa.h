@@ -29,7 +29,8 @@
 
 #define FUSELAGE_INLINE inline __attribute__((always_inline))
 
-// Of what the files share, and no other library may see: another version of this one has the same names.
+// Of what the files share, and no other library may see: another version of this one has the same
+// names.
 #define FUSELAGE_HIDDEN __attribute__((visibility("hidden")))
 
 // Defines `static const Functions& functions_of_this_cpu()`, which asks the CPU once. Each

@@ -1,6 +1,7 @@
-// poly_norm, fused_mul_poly_norm and grouped_poly_norm on the CPU, forward and backward: the formulas are in
-// norm/poly_norm.h. A row is read from memory once: the first pass sums it up and leaves it in the cache for
-// the second, which writes the result. Compiled once per instruction set: see isa.h.
+// poly_norm, fused_mul_poly_norm and grouped_poly_norm on the CPU, forward and backward: the
+// formulas are in norm/poly_norm.h. A row is read from memory once: the first pass sums it up and
+// leaves it in the cache for the second, which writes the result. Compiled once per instruction
+// set: see isa.h.
 
 #include "cpu/poly_norm.h"
 

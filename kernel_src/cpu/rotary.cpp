@@ -1,6 +1,6 @@
-// apply_rotary and qk_norm_rotary on the CPU: the formulas are in rope/rotary.h. A token's cos and sin are made
-// into factors once, a strip of columns at a time, and used for all of its heads. Compiled once per
-// instruction set: see isa.h.
+// apply_rotary and qk_norm_rotary on the CPU: the formulas are in rope/rotary.h. A token's cos and
+// sin are made into factors once, a strip of columns at a time, and used for all of its heads.
+// Compiled once per instruction set: see isa.h.
 
 #include "cpu/rotary.h"
 
@@ -23,12 +23,13 @@ namespace FUSELAGE_ISA {
 
 // Factors
 
-// Columns whose factors are made at once: of either half of a pair, or of pairs side by side. Heads mostly
-// have no more.
+// Columns whose factors are made at once: of either half of a pair, or of pairs side by side. Heads
+// mostly have no more.
 constexpr int64_t kRotaryStrip = 2048;
 
-// Of a strip: out1 = x1 * cos1 + x2 * sin1 and out2 = x2 * cos2 + x1 * sin2. x2 are the columns half a rotation
-// behind those of x1; where interleaved x2 is x1 with neighbours exchanged, and out2 does not exist.
+// Of a strip: out1 = x1 * cos1 + x2 * sin1 and out2 = x2 * cos2 + x1 * sin2. x2 are the columns
+// half a rotation behind those of x1; where interleaved x2 is x1 with neighbours exchanged, and
+// out2 does not exist.
 struct RotaryFactors {
   float cos1[kRotaryStrip], sin1[kRotaryStrip];
   float cos2[kRotaryStrip], sin2[kRotaryStrip];
@@ -114,8 +115,8 @@ static void rotary_make_factors(const RotaryTable& table, const RotaryShape& sha
   });
 }
 
-// from(column, lanes) gives what is to be rotated, to(column, value, lanes) takes the result, for columns
-// [begin, begin + size) and those half a rotation behind them.
+// from(column, lanes) gives what is to be rotated, to(column, value, lanes) takes the result, for
+// columns [begin, begin + size) and those half a rotation behind them.
 template <class From, class To>
 FUSELAGE_INLINE void rotary_rotate(const RotaryShape& shape, const RotaryFactors& f, int64_t begin,
                                    int64_t size, From from, To to) {
@@ -134,7 +135,8 @@ FUSELAGE_INLINE void rotary_rotate(const RotaryShape& shape, const RotaryFactors
   });
 }
 
-// body(factors, begin, size) for the strips of a token: one, of no columns, where nothing is rotated.
+// body(factors, begin, size) for the strips of a token: one, of no columns, where nothing is
+// rotated.
 template <class C, class Body>
 FUSELAGE_INLINE void rotary_strips(const RotaryTable& table, const RotaryShape& shape,
                                    RotaryToken at, bool inverse, Body body) {
@@ -232,8 +234,8 @@ static void qk_norm_rotary_tokens(const QkNormRotary& p, int64_t token_begin, in
   }
 }
 
-// The backward of one head. g, the rotated grad_out, is made twice: it is not kept. `factors` are those of the
-// whole token, or of the last strip that was needed where a head has several.
+// The backward of one head. g, the rotated grad_out, is made twice: it is not kept. `factors` are
+// those of the whole token, or of the last strip that was needed where a head has several.
 template <class T, class C>
 static void qk_norm_rotary_backward_head(const QkNormRotaryBackward& p,
                                          const QkNormRotaryBackwardSide& side, RotaryToken at,

@@ -258,9 +258,9 @@ static bool is_zero(const T* row,  // [dim]
          }) == 0;
 }
 
-// As sum_vectors, of kCount sums at once: term(i, lanes, sums) adds to each of the kCount accumulators it is
-// given, nothing in lanes that are not there. Their blocks are shorter: sums of terms of either sign, as those of
-// a gradient, are small beside their terms.
+// As sum_vectors, of kCount sums at once: term(i, lanes, sums) adds to each of the kCount
+// accumulators it is given, nothing in lanes that are not there. Their blocks are shorter: sums of
+// terms of either sign, as those of a gradient, are small beside their terms.
 template <int kCount, class Term>
 FUSELAGE_INLINE void sum_vectors_of(int64_t size, double (&totals)[kCount], Term term) {
   constexpr int64_t kBlock = 8 * 2 * kLanes;

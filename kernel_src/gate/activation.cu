@@ -1,16 +1,19 @@
 // The gate family on the GPU: formulas in gate/activation.h, activations in gate/activation_math.h.
 //
-// Every operator reads one to three [rows, dim] tensors and writes one or two. A thread has a few vectors of
-// 16 bytes of each; all loads are issued before the first is used. Tensors without gaps between their rows come
-// here as one long row. Halves of a packed tensor are two tensors with the row stride of the whole. Where gate and
-// value take turns in one tensor, the forward reads two vectors of it for each it writes; the backward writes one
-// for each half vector of grad_out, because two neighbouring ones would each be half of what a warp stores.
+// Every operator reads one to three [rows, dim] tensors and writes one or two. A thread has a few
+// vectors of 16 bytes of each; all loads are issued before the first is used. Tensors without gaps
+// between their rows come here as one long row. Halves of a packed tensor are two tensors with the
+// row stride of the whole. Where gate and value take turns in one tensor, the forward reads two
+// vectors of it for each it writes; the backward writes one for each half vector of grad_out,
+// because two neighbouring ones would each be half of what a warp stores.
 //
-// The gradient of a bias is a sum over rows: blocks keep the sums of their columns in registers over a chunk of
-// rows and leave one row of float32 partial sums each; a second kernel adds these up in order.
+// The gradient of a bias is a sum over rows: blocks keep the sums of their columns in registers
+// over a chunk of rows and leave one row of float32 partial sums each; a second kernel adds these
+// up in order.
 //
-// With kAligned every row of every tensor starts on a 16-byte boundary; its last vector may be incomplete.
-// Without, rows may start anywhere, and vectors are put together from two aligned blocks (common/vector.h).
+// With kAligned every row of every tensor starts on a 16-byte boundary; its last vector may be
+// incomplete. Without, rows may start anywhere, and vectors are put together from two aligned
+// blocks (common/vector.h).
 //
 // Common activations of aligned rows have kernels of their own. The others share one that is told
 // the activation at run time: with kernels for all of them this file took twice as long to compile
@@ -28,8 +31,8 @@ namespace {
 
 // ---- device helpers ----
 
-// What activation_math.h computes with. Where the result has 11 bits or fewer, e^v may be wrong by as much as a
-// rounding of v makes it: one instruction instead of about eight.
+// What activation_math.h computes with. Where the result has 11 bits or fewer, e^v may be wrong by
+// as much as a rounding of v makes it: one instruction instead of about eight.
 template <typename T>
 struct GpuMath {
   using Floats = float;
@@ -64,7 +67,8 @@ struct GpuMath {
   }
 };
 
-// A vector of a row on its way, as Loading, for aligned rows whose last vector may be incomplete too.
+// A vector of a row on its way, as Loading, for aligned rows whose last vector may be incomplete
+// too.
 template <typename T, int N, bool kAligned>
 struct RowLoading {
   Loading<T, N, kAligned> loading;
@@ -178,7 +182,8 @@ __device__ __forceinline__ void add_bias(const W* bias, int column, int dim, flo
 
 // ---- kernels ----
 
-// A [rows, dim] tensor, or null. Where gate and value take turns, x and its gradient are [rows, 2 * dim].
+// A [rows, dim] tensor, or null. Where gate and value take turns, x and its gradient are [rows, 2 *
+// dim].
 struct Operand {
   const void* data;
   int64_t stride;
@@ -215,8 +220,8 @@ template <typename T, class Function>
 constexpr int kColumns =
     16 / static_cast<int>(sizeof(T)) / (Function::kInTurn && Function::kBackward ? 2 : 1);
 
-// The work of a thread on kVectors vectors of rows below row_end. `first_column` counts from block_column, where
-// `dim` columns are left. Adds what it writes to `out` to `sums`.
+// The work of a thread on kVectors vectors of rows below row_end. `first_column` counts from
+// block_column, where `dim` columns are left. Adds what it writes to `out` to `sums`.
 template <typename T, class Function, int kVectors, bool kAligned, int N>
 __device__ __forceinline__ void run_vectors(const Elementwise& p, int64_t first_row, int row_step,
                                             int64_t row_end, int64_t block_column, int first_column,
@@ -408,8 +413,9 @@ bool is_aligned(const Elementwise& p) {
          starts_aligned(p.out, Function::kBackward ? kWidth : 1) && starts_aligned(p.out_y, 1);
 }
 
-// Vectors a thread has of each tensor where there is work for all multiprocessors. More are slower: what counts
-// is the number of loads in flight on a multiprocessor, and small threads leave room for many.
+// Vectors a thread has of each tensor where there is work for all multiprocessors. More are slower:
+// what counts is the number of loads in flight on a multiprocessor, and small threads leave room
+// for many.
 constexpr int kMostVectors = 2;
 // An unaligned vector takes two loads, and many registers.
 template <class Function>

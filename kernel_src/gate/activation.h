@@ -1,6 +1,7 @@
 // Activations, gated activations and fused epilogues: what the GPU (gate/activation.cu) and CPU
-// (cpu/activation.cpp) kernels are given. All are element-wise, so one forward struct serves every operator
-// of the family, and one backward struct every gradient. The activations: gate/activation_math.h.
+// (cpu/activation.cpp) kernels are given. All are element-wise, so one forward struct serves every
+// operator of the family, and one backward struct every gradient. The activations:
+// gate/activation_math.h.
 //
 //   add:           out = act(x + bias + alpha * y)        bias and y may be left out
 //   gate:          out = act(x) * y                       x is the gate, y the value
@@ -44,10 +45,12 @@ struct ActivationForward {
 };
 
 // With u what the activation is applied to:
-//   add:   grad_x = grad_out * act'(u), grad_y = alpha * grad_x, grad_bias = sum over rows of grad_x
+//   add:   grad_x = grad_out * act'(u), grad_y = alpha * grad_x,
+//          grad_bias = sum over rows of grad_x
 //   gate:  grad_x = grad_out * act'(x) * y, grad_y = grad_out * act(x)
-// Sums are of float32 values before they are rounded. Where the activation is `none`, x, y and bias are not
-// looked at and may be null, and so may y where only the gradient of a gate's value is needed.
+// Sums are of float32 values before they are rounded. Where the activation is `none`, x, y and bias
+// are not looked at and may be null, and so may y where only the gradient of a gate's value is
+// needed.
 struct ActivationBackward {
   const void* grad_out;  // [rows, dim] dtype
   const void* x;         // as in the forward

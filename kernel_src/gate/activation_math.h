@@ -9,11 +9,12 @@
 //   if_negative(v, x, y)      v < 0 ? x : y, where x and y are the same for a zero
 //   kRoundsToHalf             results have 11 bits or fewer
 //
-// Large arguments: everything is built on e^-|v|, which does not overflow, so results have no inf or NaN that
-// the formula has not. Nothing is got by subtracting from one what is close to it, so that the tails are
-// relatively accurate, as if the argument had been rounded to float32 once more.
+// Large arguments: everything is built on e^-|v|, which does not overflow, so results have no inf
+// or NaN that the formula has not. Nothing is got by subtracting from one what is close to it, so
+// that the tails are relatively accurate, as if the argument had been rounded to float32 once more.
 //
-// NOTE: included by CPU code, where functions must live in the namespace of the instruction set: cpu/isa.h.
+// NOTE: included by CPU code, where functions must live in the namespace of the instruction set:
+// cpu/isa.h.
 #pragma once
 
 #include "gate/activation.h"
@@ -77,12 +78,13 @@ FUSELAGE_MATH ValueAndSlope<Floats> tanh_of(Floats v) {
   const Floats value = Math::if_below(size, kSmall, small, Math::if_negative(v, -large, large));
   const Floats slope = 4.0f * e * r * r;
   if constexpr (Math::kRoundsToHalf) return {value, slope};
-  // Around 0 the errors of e and r are those of the slope, but only a small part of them that of 1 - large^2.
+  // Around 0 the errors of e and r are those of the slope, but only a small part of them that of 1
+  // - large^2.
   return {value, Math::if_below(size, kSmall, 1.0f - large * large, slope)};
 }
 
-// The normal distribution: Phi(v), and its density. Phi(-a) = e^(-a^2 / 2) R(a) for a >= 0, where R is a
-// polynomial in t = 1 / (1 + 0.35 a), with a relative error of 3.2e-8.
+// The normal distribution: Phi(v), and its density. Phi(-a) = e^(-a^2 / 2) R(a) for a >= 0, where R
+// is a polynomial in t = 1 / (1 + 0.35 a), with a relative error of 3.2e-8.
 template <class Math, class Floats = typename Math::Floats>
 FUSELAGE_MATH ValueAndSlope<Floats> normal_distribution_of(Floats v) {
   const Floats t = Math::reciprocal(1.0f + 0.35f * Math::absolute(v));

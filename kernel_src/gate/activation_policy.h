@@ -1,5 +1,6 @@
-// How the kernels of the gate family are laid out on a GPU: pure functions of the device, the element type and
-// the shape. All results but sums are element-wise, so the layout may depend on the number of rows.
+// How the kernels of the gate family are laid out on a GPU: pure functions of the device, the
+// element type and the shape. All results but sums are element-wise, so the layout may depend on
+// the number of rows.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +14,9 @@ namespace fuselage {
 constexpr int kActivationThreads = 128;     // as the kernels' launch bounds
 constexpr int kActivationSumThreads = 256;  // of the kernel that also sums grad_bias
 
-// A block has threads_x threads side by side and threads_y rows of them. A thread has `vectors` vectors, each
-// row_step rows and column_step columns after the one before it (one of the steps is zero).
+// A block has threads_x threads side by side and threads_y rows of them. A thread has `vectors`
+// vectors, each row_step rows and column_step columns after the one before it (one of the steps is
+// zero).
 struct ActivationPolicy {
   int vectors;
   int threads_x, threads_y;
@@ -24,8 +26,8 @@ struct ActivationPolicy {
   int64_t column_blocks, row_blocks;
 };
 
-// `vector_size`: columns of a vector. `most_vectors`: what a thread has where all multiprocessors have work for long,
-// `least_vectors` where not.
+// `vector_size`: columns of a vector. `most_vectors`: what a thread has where all multiprocessors
+// have work for long, `least_vectors` where not.
 inline ActivationPolicy activation_policy(const DeviceInfo& device, int vector_size,
                                           int most_vectors, int least_vectors, int64_t rows,
                                           int64_t dim) {
@@ -59,13 +61,14 @@ inline ActivationPolicy activation_policy(const DeviceInfo& device, int vector_s
   return policy;
 }
 
-// The backward that sums grad_bias: a block has a strip of columns and, for all of them, a chunk of the rows.
-// It leaves one row of partial sums, of which there are row_blocks.
+// The backward that sums grad_bias: a block has a strip of columns and, for all of them, a chunk of
+// the rows. It leaves one row of partial sums, of which there are row_blocks.
 inline ActivationPolicy activation_sum_policy(const DeviceInfo& device, int vector_size,
                                               int most_vectors, int64_t rows, int64_t dim) {
   const int64_t count = ceil_div(dim, vector_size);
   ActivationPolicy policy{};
-  // Many more blocks than run at once, because all of them stop for loads in the same rhythm otherwise.
+  // Many more blocks than run at once, because all of them stop for loads in the same rhythm
+  // otherwise.
   const int64_t blocks = int64_t{32} * device.multiprocessors;
   policy.vectors = rows * count >= blocks * kActivationSumThreads ? most_vectors : 1;
   policy.threads_x = threads_for(std::min<int64_t>(count, kWarpSize), 1);

@@ -1,17 +1,18 @@
-// layer_norm, ada_layer_norm, ada_rms_norm and gate_residual_ada_norm on the GPU (formulas: norm/ada_norm.h).
+// layer_norm, ada_layer_norm, ada_rms_norm and gate_residual_ada_norm on the GPU (formulas:
+// norm/ada_norm.h).
 //
 // Forward: norm/row_forward.h, of the operator AdaNormOp.
 //
 // Backward: the one of all row operators (norm/row_backward.h). Every block works on rows of one
-// group, within which scale, shift and gate do not change, and keeps up to three sums of its columns
-// in registers; the gradients of scale, shift, gate, weight and bias are made of these.
+// group, within which scale, shift and gate do not change, and keeps up to three sums of its
+// columns in registers; the gradients of scale, shift, gate, weight and bias are made of these.
 //
-// Rows too long for either (no clusters, or beyond what eight blocks hold) are streamed: read several times,
-// mostly from cache.
+// Rows too long for either (no clusters, or beyond what eight blocks hold) are streamed: read
+// several times, mostly from cache.
 //
-// Which thread has which columns, and so the order of every sum, does not depend on alignment: with kAligned every
-// row of every tensor starts and ends on a 16-byte boundary; without, vectors are put together from two aligned
-// blocks (common/vector.h).
+// Which thread has which columns, and so the order of every sum, does not depend on alignment: with
+// kAligned every row of every tensor starts and ends on a 16-byte boundary; without, vectors are
+// put together from two aligned blocks (common/vector.h).
 #include "norm/ada_norm.h"
 
 #include <type_traits>
@@ -51,7 +52,8 @@ struct Values {
   template <bool kAligned, int N>
   __device__ __forceinline__ void load_floats(int column, int dim, float (&values)[N]) const {
     if constexpr (!kAligned) {
-      // Rows that are read again and again, from L1: by the element, which takes the fewest registers.
+      // Rows that are read again and again, from L1: by the element, which takes the fewest
+      // registers.
 #pragma unroll
       for (int k = 0; k < N; ++k) values[k] = column + k < dim ? at(column + k) : 0.0f;
     } else if (is_float32) {
@@ -80,8 +82,9 @@ struct Values {
   }
 };
 
-// (value - mean) * rstd. NOTE: not as value * rstd - mean * rstd, which one instruction would do: of a row whose
-// elements are all alike that leaves the rounding of mean * rstd, which may be any number.
+// (value - mean) * rstd. NOTE: not as value * rstd - mean * rstd, which one instruction would do:
+// of a row whose elements are all alike that leaves the rounding of mean * rstd, which may be any
+// number.
 struct Normalise {
   float mean, rstd, offset;
 
@@ -130,7 +133,8 @@ struct AdaNormOp {
     return static_cast<T*>(p.out) + row * p.dim;
   }
 
-  // s = x, or residual + gate * x, rounded. NOTE: product and sum are rounded to float32 on the way, as on the CPU.
+  // s = x, or residual + gate * x, rounded. NOTE: product and sum are rounded to float32 on the
+  // way, as on the CPU.
   template <int kVectors, bool kAligned>
   struct Inputs {
     RowLoading<T, kVectors, kAligned> x, residual, gate;
@@ -172,7 +176,8 @@ struct AdaNormOp {
   static __device__ __forceinline__ void sums_of(const Vector<T, N>& s, float (&sums)[1]) {
     sums[0] = sum_of_squares(s);
   }
-  // Keeps the compiler from keeping the floats of a vector, which take twice the registers, for its next use.
+  // Keeps the compiler from keeping the floats of a vector, which take twice the registers, for its
+  // next use.
   static __device__ __forceinline__ void forget_floats(Vector<T, N>& v) {
 #if !defined(USE_ROCM)
 #pragma unroll
@@ -180,8 +185,9 @@ struct AdaNormOp {
 #endif
   }
 
-  // NOTE: normalised as (value - mean) * rstd, and not as value * rstd - mean * rstd, which one instruction would do: of
-  // a row whose elements are all alike that leaves the rounding of mean * rstd, which may be any number.
+  // NOTE: normalised as (value - mean) * rstd, and not as value * rstd - mean * rstd, which one
+  // instruction would do: of a row whose elements are all alike that leaves the rounding of mean *
+  // rstd, which may be any number.
   struct Stats {
     float mean, rest, rstd;
 
@@ -259,7 +265,8 @@ struct AdaNormOp {
   template <bool kAligned>
   using PackedColumns = Columns<T, true>;
 
-  // out = (xhat * weight + bias) * (offset + scale) + shift, of any types, read where they are used.
+  // out = (xhat * weight + bias) * (offset + scale) + shift, of any types, read where they are
+  // used.
   // NOTE: spelled out, so that every kernel rounds alike.
   template <bool kAligned>
   struct AnyColumns {
@@ -334,7 +341,8 @@ __device__ __forceinline__ RuntimeValues<T> modulation_of(const Modulation& m, i
   return m.data == nullptr ? values : values.row_at(quotient(row, m.rows) * m.stride);
 }
 
-// The gradients that are sums, of the partial sums: A, C and G of each group, or of those what is summed.
+// The gradients that are sums, of the partial sums: A, C and G of each group, or of those what is
+// summed.
 template <typename T>
 struct AdaNormGradients {
   static constexpr int kKinds = 3;

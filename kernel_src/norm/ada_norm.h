@@ -1,6 +1,6 @@
-// Layer norm and the adaptive norms: what the GPU (norm/ada_norm.cu) and CPU (cpu/ada_norm.cpp) kernels are
-// given. One forward struct serves layer_norm, ada_layer_norm, ada_rms_norm and gate_residual_ada_norm, one
-// backward struct all their gradients.
+// Layer norm and the adaptive norms: what the GPU (norm/ada_norm.cu) and CPU (cpu/ada_norm.cpp)
+// kernels are given. One forward struct serves layer_norm, ada_layer_norm, ada_rms_norm and
+// gate_residual_ada_norm, one backward struct all their gradients.
 //
 //   s    = x                                   (without residual)
 //   s    = round(residual + gate * x)          (gate_residual_ada_norm, rounded to x's type)
@@ -17,8 +17,9 @@
 
 namespace fuselage {
 
-// What a row is scaled, shifted or gated with: row i has the `dim` values at row i / rows of the tensor. One
-// for all rows has a stride of zero; one for each batch element has as many rows as an element has.
+// What a row is scaled, shifted or gated with: row i has the `dim` values at row i / rows of the
+// tensor. One for all rows has a stride of zero; one for each batch element has as many rows as an
+// element has.
 struct Modulation {
   const void* data;  // [ceil(all rows / rows), dim], or null
   int64_t stride;    // elements between its rows
@@ -37,8 +38,7 @@ struct AdaNormForward {
   const void* residual;  // [rows, dim] dtype, or null
   void* out;             // [rows, dim] dtype, contiguous
   void* new_residual;    // [rows, dim] dtype, contiguous, null without residual
-  float*
-      statistics;  // [rows, 2] mean and rstd (layer) or [rows] rstd; null when no gradient is needed
+  float* statistics;     // [rows, 2] mean and rstd (layer) or [rows] rstd; null without gradients
   Modulation gate, scale, shift;
   NormVector weight, bias;
   int64_t rows, dim;
@@ -49,14 +49,16 @@ struct AdaNormForward {
 };
 
 // With f = weight * (1 + scale), g = grad_out * f, over the last dimension:
-//   grad_s     = rstd * (g - mean(g) - xhat * mean(g * xhat)) [+ grad_new_residual]; no mean(g) but for layer
+//   grad_s     = rstd * (g - mean(g) - xhat * mean(g * xhat)) [+ grad_new_residual];
+//                mean(g) for layer alone
 //   grad_x     = gate * grad_s,  grad_residual = grad_s,  grad_gate = grad_s * x
 //   grad_scale = grad_out * (xhat * weight + bias),  grad_shift = grad_out
 //   grad_weight = sum of grad_out * (1 + scale) * xhat,  grad_bias = sum of grad_out * (1 + scale)
 // Gradients of what rows share are sums over these rows. They all follow from sums of columns
 //   A = sum of a,  C = sum of a * xhat,  G = sum of grad_s * x
-// over the rows of a group, within which scale, shift and gate do not change, unless every row has its own
-// (`by_row`). a is grad_out, times (1 + scale) where every row has its own. Scale and shift are alike in this.
+// over the rows of a group, within which scale, shift and gate do not change, unless every row has
+// its own (`by_row`). a is grad_out, times (1 + scale) where every row has its own. Scale and shift
+// are alike in this.
 struct AdaNormBackward {
   const void* grad_out;           // [rows, dim] dtype
   const void* grad_new_residual;  // [rows, dim] dtype, or null
@@ -77,8 +79,8 @@ struct AdaNormBackward {
   bool gate_by_row, scale_by_row;
   DType shift_dtype, bias_dtype;
   bool sums_columns, sums_gate;  // which columns are summed: those of A and C, and those of G
-  int partial_rows;  // of `dim` sums that a block leaves: of A, C and G, or of those that are summed
-  float* partials;   // workspace of ada_norm_backward_workspace floats; null if that is 0
+  int partial_rows;              // of `dim` sums that a block leaves: A, C, G, or those summed
+  float* partials;  // workspace of ada_norm_backward_workspace floats; null if that is 0
   int64_t rows, dim;
   int64_t group_rows;        // rows of a group; a divisor of `rows`
   int64_t blocks_per_group;  // partial sums of each group

@@ -1,5 +1,5 @@
-// How the kernels of layer_norm and the adaptive norms are laid out on a GPU: pure functions of the device, the
-// element types, the shape, and which tensors there are.
+// How the kernels of layer_norm and the adaptive norms are laid out on a GPU: pure functions of the
+// device, the element types, the shape, and which tensors there are.
 #pragma once
 
 #include <algorithm>

@@ -6,9 +6,10 @@
 // block; long rows are cut over the blocks of a cluster; rows beyond that, and those that are not
 // aligned, are streamed: read twice.
 //
-// A row's part of the gradients of weight and bias is four numbers. Blocks of the backward add those of their
-// rows up and leave one float32 partial sum; a second kernel adds them up in order. With experts, each row
-// leaves its own, and a block of the second kernel has the rows of one expert.
+// A row's part of the gradients of weight and bias is four numbers. Blocks of the backward add
+// those of their rows up and leave one float32 partial sum; a second kernel adds them up in order.
+// With experts, each row leaves its own, and a block of the second kernel has the rows of one
+// expert.
 //
 // Which thread has which columns, and so the order of every sum, does not depend on alignment:
 // aligned means that every row of every tensor starts and ends on a 16-byte boundary; otherwise
@@ -121,7 +122,8 @@ __device__ __forceinline__ bool clamps(const Params& p) {
   return kForm == Form::grouped && p.hidden_clamp < __int_as_float(0x7f800000);
 }
 
-// NOTE: the arithmetic below is spelled out in fused multiply-adds, so that no two kernels round differently.
+// NOTE: the arithmetic below is spelled out in fused multiply-adds, so that no two kernels round
+// differently.
 
 // Adds up x^6, x^4 and x^2: those of a vector by themselves, which keeps the sum accurate.
 template <int N>
@@ -541,7 +543,8 @@ __device__ __forceinline__ float4 from(const float4& values, int lane) {
                      shuffle_from(values.z, lane, width), shuffle_from(values.w, lane, width));
 }
 
-// Leaves the sum of what the first threads of the block's rows have, in order, as the block's partial sum.
+// Leaves the sum of what the first threads of the block's rows have, in order, as the block's
+// partial sum.
 __device__ __forceinline__ void leave_partial(const float4& total, float* partials, int index,
                                               bool first_of_row) {
   __shared__ float4 rows[kPolyNormShortThreads];
@@ -556,8 +559,8 @@ __device__ __forceinline__ void leave_partial(const float4& total, float* partia
   if (thread == 0) reinterpret_cast<float4*>(partials)[index] = sum;
 }
 
-// Grid: x over groups of blocks (a cluster, or one), which go round until there are no rows left. Block:
-// (threads_per_row, rows_per_block). `blocks_in_cluster` counts with kLong alone.
+// Grid: x over groups of blocks (a cluster, or one), which go round until there are no rows left.
+// Block: (threads_per_row, rows_per_block). `blocks_in_cluster` counts with kLong alone.
 //
 // A thread has kVectors vectors of each of kRows rows, together its slots.
 template <typename T, int kVectors, int kRows, Form kForm, bool kLong>
@@ -794,8 +797,8 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
   }
 }
 
-// The gradients of weight and bias: sums of the partial sums, in an order that depends on their number alone.
-// Grid: one block an expert.
+// The gradients of weight and bias: sums of the partial sums, in an order that depends on their
+// number alone. Grid: one block an expert.
 __global__ void __launch_bounds__(1024) poly_norm_backward_weight_kernel(const PolyNormBackward p) {
   __shared__ RowSumScratch<4> scratch[1];
   const int64_t expert = blockIdx.x;

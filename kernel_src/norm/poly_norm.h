@@ -1,5 +1,5 @@
-// PolyNorm: what the GPU (norm/poly_norm.cu) and CPU (cpu/poly_norm.cpp) kernels are given. One struct
-// each way serves poly_norm, fused_mul_poly_norm and grouped_poly_norm.
+// PolyNorm: what the GPU (norm/poly_norm.cu) and CPU (cpu/poly_norm.cpp) kernels are given. One
+// struct each way serves poly_norm, fused_mul_poly_norm and grouped_poly_norm.
 //
 //   r0, r1, r2 = 1 / sqrt(mean(x^6, x^4, x^2) + eps)
 //   y   = w0 * x^3 * r0 + w1 * x^2 * r1 + w2 * x * r2 + b
@@ -51,8 +51,7 @@ struct PolyNormBackward {
   void* grad_mul;     // [rows, dim] dtype, or null when not needed
   void* grad_weight;  // shape and type of weight, or null when not needed
   void* grad_bias;    // shape and type of bias, or null when not needed
-  float*
-      partials;  // [partial_count, 4] workspace: parts of grad_weight and grad_bias; null without both
+  float* partials;    // [partial_count, 4]: parts of grad_weight and grad_bias; null without both
   int64_t partial_count;  // [rows] with offs
   int64_t rows, dim, experts;
   int64_t grad_out_stride, x_stride, mul_stride, grad_x_stride, grad_mul_stride;
@@ -66,7 +65,8 @@ namespace gpu {
 const char* poly_norm_forward(const PolyNormForward& p, int device, void* stream);
 const char* poly_norm_backward(const PolyNormBackward& p, int device, void* stream);
 
-// The partial_count to give poly_norm_backward for these arguments (of which `partials` is not looked at).
+// The partial_count to give poly_norm_backward for these arguments (of which `partials` is not
+// looked at).
 int64_t poly_norm_backward_partials(const PolyNormBackward& p, int device);
 
 }  // namespace gpu

@@ -1,4 +1,5 @@
-// How poly_norm kernels are laid out on a GPU: pure functions of the device, the element types and the shape.
+// How poly_norm kernels are laid out on a GPU: pure functions of the device, the element types and
+// the shape.
 #pragma once
 
 #include <algorithm>
@@ -27,20 +28,21 @@ inline bool is_aligned(const PolyNormBackward& p) {
 constexpr int kPolyNormVectors = 4;        // of a row in a thread, at most
 constexpr int kPolyNormLongThreads = 512;  // of a block, at most
 
-// Threads of a block that has a row by itself, at most: longer rows are cut over a cluster. Two blocks or more
-// must fit on a multiprocessor, so that one loads while the other adds up. On an H200, bfloat16, (8192, 14336):
-// the plain backward takes 201 us with one block a row, 289 with two; the forward with mul 184 us with two
-// blocks a row, 210 with one.
+// Threads of a block that has a row by itself, at most: longer rows are cut over a cluster. Two
+// blocks or more must fit on a multiprocessor, so that one loads while the other adds up. On an
+// H200, bfloat16, (8192, 14336): the plain backward takes 201 us with one block a row, 289 with
+// two; the forward with mul 184 us with two blocks a row, 210 with one.
 constexpr int poly_norm_threads(bool has_mul) { return has_mul ? 256 : kPolyNormLongThreads; }
 
 // Threads of a block of short rows.
 constexpr int kPolyNormShortThreads = 128;
 
-// Where rows are cut over the blocks of a cluster, each block has at most this many vectors if it can.
+// Where rows are cut over the blocks of a cluster, each block has at most this many vectors if it
+// can.
 constexpr int64_t kPolyNormClusterVectors = 1024;
 
-// A block holds rows of up to `block_threads` threads by itself. `several_rows`: whether a thread may have
-// several short ones.
+// A block holds rows of up to `block_threads` threads by itself. `several_rows`: whether a thread
+// may have several short ones.
 inline RowPolicy poly_norm_row_policy(const DeviceInfo& device, int element_size, int64_t dim,
                                       int block_threads, bool several_rows) {
   const int64_t count = ceil_div(dim, 16 / element_size);
@@ -77,8 +79,8 @@ inline RowPolicy poly_norm_forward_policy(const DeviceInfo& device, const PolyNo
                               poly_norm_threads(p.mul != nullptr), p.offs == nullptr);
 }
 
-// The most partial sums of the weight gradient: a block of the second kernel reads four a thread. With more
-// blocks of rows than that, each block takes several of them.
+// The most partial sums of the weight gradient: a block of the second kernel reads four a thread.
+// With more blocks of rows than that, each block takes several of them.
 constexpr int64_t kPolyNormPartials = 4096;
 
 struct PolyNormBackwardPolicy {
@@ -99,8 +101,8 @@ inline PolyNormBackwardPolicy poly_norm_backward_policy(const DeviceInfo& device
   return policy;
 }
 
-// Threads of the second kernel's blocks, one an expert. Of experts the host does not know how many rows they
-// have: the largest may have many times the mean.
+// Threads of the second kernel's blocks, one an expert. Of experts the host does not know how many
+// rows they have: the largest may have many times the mean.
 inline int poly_norm_weight_threads(const PolyNormBackward& p) {
   const int threads = threads_for(ceil_div(p.partial_count, p.experts), 4);
   return std::clamp(threads, p.offs != nullptr ? 256 : 1, 1024);

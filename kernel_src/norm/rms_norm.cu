@@ -2,19 +2,22 @@
 //
 // Forward: norm/row_forward.h, of the operator RmsNormOp.
 //
-// Backward: a persistent grid. The next rows are copied into shared memory while the current one is worked on:
-// whole rows by one thread where the GPU has bulk copies, otherwise each thread's columns by itself (neither
-// takes registers). A thread keeps the weight gradient of its columns in registers. Blocks leave one row of
-// float32 partial sums each; a second kernel adds them up in order.
+// Backward: a persistent grid. The next rows are copied into shared memory while the current one is
+// worked on: whole rows by one thread where the GPU has bulk copies, otherwise each thread's
+// columns by itself (neither takes registers). A thread keeps the weight gradient of its columns in
+// registers. Blocks leave one row of float32 partial sums each; a second kernel adds them up in
+// order.
 //
-// Rows too long for either (no clusters, or beyond what eight blocks hold) are streamed: read twice.
+// Rows too long for either (no clusters, or beyond what eight blocks hold) are streamed: read
+// twice.
 //
 // A thread has vectors of N elements, 16 bytes of x. With kAligned every row of every tensor starts
-// and ends on a 16-byte boundary; without, rows may start anywhere, and in the backward pass through
-// shared memory both ways (common/staged.h). Rows of which the output has another type than x go
-// the way of unaligned ones: they are too rare for kernels of their own. Which thread has which
-// columns, and so the order of every sum, is the same, but for a backward whose unaligned rows fill
-// the shared memory: a block then has fewer of them, or a row more blocks (docs/design-decisions.md).
+// and ends on a 16-byte boundary; without, rows may start anywhere, and in the backward pass
+// through shared memory both ways (common/staged.h). Rows of which the output has another type than
+// x go the way of unaligned ones: they are too rare for kernels of their own. Which thread has
+// which columns, and so the order of every sum, is the same, but for a backward whose unaligned
+// rows fill the shared memory: a block then has fewer of them, or a row more blocks
+// (docs/design-decisions.md).
 #include "norm/rms_norm.h"
 
 #include <type_traits>
@@ -32,8 +35,8 @@ namespace {
 
 // ---- device helpers ----
 
-// Whether the weight has the activation's type, and so is kept packed in registers. Float32 weights of half
-// activations are read (from L1) where they are used.
+// Whether the weight has the activation's type, and so is kept packed in registers. Float32 weights
+// of half activations are read (from L1) where they are used.
 template <typename T>
 __device__ __forceinline__ bool weight_is_packed(const void* weight, DType weight_dtype) {
   return weight != nullptr && (sizeof(T) == sizeof(float) || weight_dtype != DType::float32);
@@ -50,7 +53,8 @@ __device__ __forceinline__ Vector<W, N> load_weight(const W* weight, int column,
   return Vector<W, N>::load(weight + column);
 }
 
-// The factors of N columns: weight + offset, or one. `packed` has been loaded where weight_is_packed.
+// The factors of N columns: weight + offset, or one. `packed` has been loaded where
+// weight_is_packed.
 template <bool kAligned, typename T, int N>
 __device__ __forceinline__ void weight_factors(const Vector<T, N>& packed, const void* weight,
                                                DType weight_dtype, float offset, int column,
@@ -81,8 +85,9 @@ struct RmsNormOp {
   static constexpr int kSums = 1, kShared = 1;
   static constexpr bool kWritesSum = kResidual;
 
-  // Launch bounds. 56 registers for the plain aligned kernels, so that three blocks of 384 threads fit on a
-  // multiprocessor: on an H200 (5461, 12288) bfloat16 then takes 67.8 us, with two blocks 75.2.
+  // Launch bounds. 56 registers for the plain aligned kernels, so that three blocks of 384 threads
+  // fit on a multiprocessor: on an H200 (5461, 12288) bfloat16 then takes 67.8 us, with two blocks
+  // 75.2.
   static constexpr int threads(bool aligned, bool clusters) {
     return aligned && !kResidual && !clusters ? 576 : kForwardThreads;
   }
@@ -137,8 +142,8 @@ struct RmsNormOp {
     }
   };
 
-  // out = s * rstd * (offset + weight), with the rounding between that `cast_before_weight` asks for. A weight of type
-  // W, or none.
+  // out = s * rstd * (offset + weight), with the rounding between that `cast_before_weight` asks
+  // for. A weight of type W, or none.
   template <typename W, bool kAligned>
   struct Columns {
     using Loaded = Vector<W, N>;
@@ -193,8 +198,8 @@ __device__ __forceinline__ bool may_be_unused(const RmsNormBackward& p, float rs
   return p.grad_new_residual != nullptr && !(rstd > 0.0f);
 }
 
-// The rows of the gradient's inputs on their way through shared memory, a few stages of them. A stage holds,
-// for each row of the block, grad_out, x and perhaps grad_new_residual.
+// The rows of the gradient's inputs on their way through shared memory, a few stages of them. A
+// stage holds, for each row of the block, grad_out, x and perhaps grad_new_residual.
 
 // Aligned rows: a thread copies the vectors that it will use itself, so no barrier is needed.
 // [stage][tensor][vector][thread]
@@ -294,8 +299,8 @@ struct PrivateStages {
   }
 };
 
-// Aligned rows of more than a warp, where the GPU has bulk copies: one thread starts the copy of a whole row,
-// and an mbarrier tells when it is there. [stage][row of the block][tensor][column]
+// Aligned rows of more than a warp, where the GPU has bulk copies: one thread starts the copy of a
+// whole row, and an mbarrier tells when it is there. [stage][row of the block][tensor][column]
 template <typename T, typename O, int kVectors>
 struct BulkStages {
   static constexpr int N = 16 / sizeof(T);
@@ -393,9 +398,9 @@ struct BulkStages {
   }
 };
 
-// Rows of any alignment: the threads of a row copy its 16-byte blocks together, and each then finds its
-// vectors at the row's own offset. [stage][row of the block][tensor], row_bytes each, and one row of grad_x on
-// its way out for each row of the block.
+// Rows of any alignment: the threads of a row copy its 16-byte blocks together, and each then finds
+// its vectors at the row's own offset. [stage][row of the block][tensor], row_bytes each, and one
+// row of grad_x on its way out for each row of the block.
 template <typename T, typename O, int kVectors>
 struct SharedStages {
   static constexpr int N = 16 / sizeof(T);
@@ -481,8 +486,8 @@ struct SharedStages {
   }
 };
 
-// Grid: persistent, x over clusters. Block: (threads_per_row, rows_per_block). `blocks_in_cluster` counts with
-// kClusters alone.
+// Grid: persistent, x over clusters. Block: (threads_per_row, rows_per_block). `blocks_in_cluster`
+// counts with kClusters alone.
 template <typename T, typename O, int kVectors, typename Stages, bool kClusters>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     rms_norm_backward_kernel(const RmsNormBackward p, const int blocks_in_cluster,
@@ -501,7 +506,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   const auto column_of = [&](int j) { return first_column + j * step; };
   const int64_t first_row = int64_t{blockIdx.x / cluster} * blockDim.y + threadIdx.y;
   const int64_t row_step = int64_t{gridDim.x / cluster} * blockDim.y;
-  // rstd comes along with the rows, to each thread by itself: a load of its own would wait behind them.
+  // rstd comes along with the rows, to each thread by itself: a load of its own would wait behind
+  // them.
   float* rstds = reinterpret_cast<float*>(dynamic_memory) + threadIdx.y * blockDim.x + threadIdx.x;
   Stages staged(reinterpret_cast<float*>(dynamic_memory) + stages * kBackwardThreads, p,
                 first_column, first_row, row_step, stages);
@@ -554,7 +560,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     if constexpr (Stages::kBulk) {
       if (row < p.rows) staged.wait(stage, round);
     } else if constexpr (Stages::kShared) {
-      // The barrier makes this row visible to all its threads, and frees the stage of the row before it.
+      // The barrier makes this row visible to all its threads, and frees the stage of the row
+      // before it.
       cp_async_wait_group(stages - 2);
       row_barrier();
       start(row_to_start, stage_to_start);
@@ -741,8 +748,8 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-// Partial sums of grad_weight of streamed rows. Grid: (columns / threads, partial_count); a thread has one
-// column of an equal share of the rows.
+// Partial sums of grad_weight of streamed rows. Grid: (columns / threads, partial_count); a thread
+// has one column of an equal share of the rows.
 template <typename T, typename O>
 __global__ void __launch_bounds__(256)
     rms_norm_backward_streamed_weight_kernel(const RmsNormBackward p) {

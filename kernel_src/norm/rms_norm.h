@@ -1,6 +1,6 @@
-// Root mean square normalisation: what the GPU (norm/rms_norm.cu) and CPU (cpu/rms_norm.cpp) kernels
-// are given. One forward struct serves rms_norm and fused_add_rms_norm, one backward struct both
-// gradients.
+// Root mean square normalisation: what the GPU (norm/rms_norm.cu) and CPU (cpu/rms_norm.cpp)
+// kernels are given. One forward struct serves rms_norm and fused_add_rms_norm, one backward struct
+// both gradients.
 //
 //   s    = x                               (rms_norm)
 //   s    = round(x + residual)             (fused_add_rms_norm, rounded to x's type)
@@ -53,7 +53,8 @@ namespace gpu {
 const char* rms_norm_forward(const RmsNormForward& p, int device, void* stream);
 const char* rms_norm_backward(const RmsNormBackward& p, int device, void* stream);
 
-// The partial_count to give rms_norm_backward for these arguments (of which `partials` is not looked at).
+// The partial_count to give rms_norm_backward for these arguments (of which `partials` is not
+// looked at).
 int64_t rms_norm_backward_partials(const RmsNormBackward& p, int device);
 
 }  // namespace gpu

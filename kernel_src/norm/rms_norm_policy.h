@@ -1,4 +1,5 @@
-// How rms_norm kernels are laid out on a GPU: pure functions of the device, the element types and the shape.
+// How rms_norm kernels are laid out on a GPU: pure functions of the device, the element types and
+// the shape.
 #pragma once
 
 #include <algorithm>
@@ -66,8 +67,8 @@ inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& device, bool al
   const int rstd_bytes = kBackwardThreads * static_cast<int>(sizeof(float));
   const int shared_bytes = device.max_shared_memory - 1024 - kMaxStages * rstd_bytes;
   const int x_reads = has_grad_new_residual ? 2 : 1;
-  // Bytes of one stage of `rows` rows of `threads` * `vectors` vectors. Aligned stages have room for
-  // all threads a block may have.
+  // Bytes of one stage of `rows` rows of `threads` * `vectors` vectors. Aligned stages have room
+  // for all threads a block may have.
   const auto tensor_bytes_of = [&](int rows, int threads, int vectors) {
     return rows * staged_bytes(threads * vectors * vector_size, std::max(x_size, out_size));
   };
@@ -106,7 +107,8 @@ inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& device, bool al
   row.vectors = most_vectors;
   while (row.vectors > 1 && block_count <= kWarpSize * row.vectors / 2) row.vectors /= 2;
   row.threads_per_row = threads_for(block_count, row.vectors);
-  // As many rows side by side as there are for each multiprocessor, threads for, and room for two stages.
+  // As many rows side by side as there are for each multiprocessor, threads for, and room for two
+  // stages.
   if (row.cluster == 1) {
     const int64_t rows_each = ceil_div(rows, device.multiprocessors);
     row.rows_per_block =
@@ -129,12 +131,13 @@ inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& device, bool al
   const int stage_bytes =
       policy.bulk ? bulk_bytes_of(row.rows_per_block)
                   : stage_bytes_of(row.rows_per_block, row.threads_per_row, row.vectors);
-  // NOTE: measured on an H200, bfloat16. Copying further ahead is slower with two inputs: it does not depend on
-  // the way of copying, nor on the arithmetic, and some multiprocessors then end a third earlier than others.
-  // Bulk copies of (16384, 4096) take 109 us with two stages, 115 with three; of (9362, 7168) 106 and 117.
-  // Others take 105 us with one stage, 113 with two; (32768, 1024) 56 with one. With three inputs two stages
-  // are best, for short rows four: (1048576, 128) takes 293, 214, and 196 with four. Blocks of a cluster wait
-  // for each other every row, which more stages hide: (512, 131072) takes 206 us with two, 178 with three.
+  // NOTE: measured on an H200, bfloat16. Copying further ahead is slower with two inputs: it does
+  // not depend on the way of copying, nor on the arithmetic, and some multiprocessors then end a
+  // third earlier than others. Bulk copies of (16384, 4096) take 109 us with two stages, 115 with
+  // three; of (9362, 7168) 106 and 117. Others take 105 us with one stage, 113 with two; (32768,
+  // 1024) 56 with one. With three inputs two stages are best, for short rows four: (1048576, 128)
+  // takes 293, 214, and 196 with four. Blocks of a cluster wait for each other every row, which
+  // more stages hide: (512, 131072) takes 206 us with two, 178 with three.
   int stages = kMaxStages;
   if (policy.bulk && row.cluster == 1) {
     stages = 2;

@@ -1,18 +1,20 @@
 // qk_norm_rotary on the GPU, forward and backward (formulas: rope/rotary.h).
 //
-// The threads of a row (up to a warp, or whole warps) hold heads of a token, all of q or all of k: several at once
-// where they fit a warp, and one unit of heads after the other, for which cos, sin, weight and addresses are worked
-// out once. Both directions are bound by instructions otherwise. Heads that fit a warp are in vectors of four
-// elements and share the steps of their sums; longer ones are in vectors of 16 bytes, with cos, sin and weight for
-// four of their columns at a time. A head is read once, and all loads are issued before the first use. A
-// thread has both elements of every pair, so the rotation needs no exchange between threads.
+// The threads of a row (up to a warp, or whole warps) hold heads of a token, all of q or all of k:
+// several at once where they fit a warp, and one unit of heads after the other, for which cos, sin,
+// weight and addresses are worked out once. Both directions are bound by instructions otherwise.
+// Heads that fit a warp are in vectors of four elements and share the steps of their sums; longer
+// ones are in vectors of 16 bytes, with cos, sin and weight for four of their columns at a time. A
+// head is read once, and all loads are issued before the first use. A thread has both elements of
+// every pair, so the rotation needs no exchange between threads.
 //
-// The backward is a persistent grid, first over the heads of q, then over those of k. A thread keeps the
-// weight gradient of its columns in registers; blocks leave one row of float32 partial sums each, which a
-// second kernel adds up in order.
+// The backward is a persistent grid, first over the heads of q, then over those of k. A thread
+// keeps the weight gradient of its columns in registers; blocks leave one row of float32 partial
+// sums each, which a second kernel adds up in order.
 //
-// With kAligned every half of a head starts and ends on the boundary of a vector; without, halves may start
-// anywhere (common/vector.h). Which thread has which columns, and so the order of every sum, is the same.
+// With kAligned every half of a head starts and ends on the boundary of a vector; without, halves
+// may start anywhere (common/vector.h). Which thread has which columns, and so the order of every
+// sum, is the same.
 #include "common/dispatch.h"
 #include "common/ptx.h"
 #include "common/reduce.h"
@@ -25,7 +27,8 @@ namespace {
 
 // ---- device helpers ----
 
-// Columns [kFirst, kFirst + kRotaryVector) of a pair of vectors become what `change` makes of their floats.
+// Columns [kFirst, kFirst + kRotaryVector) of a pair of vectors become what `change` makes of their
+// floats.
 template <int kFirst, typename T, int N, typename F>
 __device__ __forceinline__ void change_part(Vector<T, N>& first, Vector<T, N>& second, F&& change) {
   constexpr int M = kRotaryVector, kElements = WordTraits<T>::kElements;
@@ -88,7 +91,8 @@ __device__ __forceinline__ float sum_of_products(const float (&a)[N], const floa
   return sum;
 }
 
-// `value`, computed again wherever this is called: what follows from it is not kept in registers over a loop.
+// `value`, computed again wherever this is called: what follows from it is not kept in registers
+// over a loop.
 __device__ __forceinline__ int opaque(int value) {
 #if !defined(USE_ROCM)
   asm volatile("" : "+r"(value));
@@ -98,8 +102,9 @@ __device__ __forceinline__ int opaque(int value) {
 
 // ---- forward ----
 
-// Block: (threads_per_row, rows_per_block). A row is a unit of heads of a token, all of q or all of k, that
-// share cos, sin and weight: kHeads at a time. With kHeads > 1 its threads are at most a warp.
+// Block: (threads_per_row, rows_per_block). A row is a unit of heads of a token, all of q or all of
+// k, that share cos, sin and weight: kHeads at a time. With kHeads > 1 its threads are at most a
+// warp.
 template <typename T, int N, int kHeads, Pairs kPairs, bool kAligned>
 __global__ void __launch_bounds__(kQkNormThreads, !kAligned     ? 1
                                                   : kHeads == 1 ? 4
@@ -225,7 +230,8 @@ __global__ void __launch_bounds__(kQkNormThreads, !kAligned     ? 1
 
 // ---- backward ----
 
-// The sum over a block's rows of their weight gradients, in order, as row blockIdx.x of the partials.
+// The sum over a block's rows of their weight gradients, in order, as row blockIdx.x of the
+// partials.
 template <int N>
 __device__ __forceinline__ void write_partials(const float (&g1)[N], const float (&g2)[N],
                                                const Item& item, int dim, float* sums,
@@ -251,8 +257,9 @@ __device__ __forceinline__ void write_partials(const float (&g1)[N], const float
   }
 }
 
-// Block: (threads_per_row, rows_per_block). Grid: any. A row takes one unit of a token's heads after the other,
-// kHeads of them at a time: of q first, then of k. With kHeads > 1 a row is at most a warp.
+// Block: (threads_per_row, rows_per_block). Grid: any. A row takes one unit of a token's heads
+// after the other, kHeads of them at a time: of q first, then of k. With kHeads > 1 a row is at
+// most a warp.
 template <typename T, int N, int kHeads, Pairs kPairs, bool kAligned>
 __global__ void __launch_bounds__(kQkNormThreads, kAligned ? kQkNormBackwardBlocks : 1)
     qk_norm_rotary_backward_kernel(const QkNormRotaryBackward p, const HeadLayout layout,
@@ -275,7 +282,8 @@ __global__ void __launch_bounds__(kQkNormThreads, kAligned ? kQkNormBackwardBloc
       item_factors<kAligned, T>(side.weight, side.weight_dtype, p.weight_offset, item, item.column,
                                 f1, f2);
     }
-    // The unit of this row, and how far it is to that of the next turn: no divisions of 64 bits on the way.
+    // The unit of this row, and how far it is to that of the next turn: no divisions of 64 bits on
+    // the way.
     const int64_t index = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
     const int distance = gridDim.x * blockDim.y;
     const int64_t first_token = quotient(index, units);

@@ -1,11 +1,11 @@
 // apply_rotary on the GPU (formula: rope/rotary.h).
 //
-// A thread has the same two vectors of up to four heads of a token, of q and k alike, and the cos and sin of
-// their columns, which it loads once. All loads are issued before the first use. The threads of a token are
-// neighbours, so cos and sin come from the L2 cache once a block.
+// A thread has the same two vectors of up to four heads of a token, of q and k alike, and the cos
+// and sin of their columns, which it loads once. All loads are issued before the first use. The
+// threads of a token are neighbours, so cos and sin come from the L2 cache once a block.
 //
-// With kAligned every half of a head starts and ends on the boundary of a vector; without, halves may start
-// anywhere, and have any size (common/vector.h).
+// With kAligned every half of a head starts and ends on the boundary of a vector; without, halves
+// may start anywhere, and have any size (common/vector.h).
 #include "rope/rotary.h"
 
 #include "rope/rotary_device.h"
@@ -76,7 +76,8 @@ __global__ void __launch_bounds__(kRotaryThreads, kAligned ? 3 : 1)
 namespace gpu {
 
 const char* rotary(const Rotary& p, int device, void* stream) {
-  // Halves of an even size that is no multiple of four, as those of a head of 100, have vectors of two.
+  // Halves of an even size that is no multiple of four, as those of a head of 100, have vectors of
+  // two.
   const bool whole = is_aligned(p, kRotaryVector);
   const bool pairs_of_two = !whole && !p.shape.interleaved && is_aligned(p, kRotaryVector / 2);
   const int vector = pairs_of_two ? kRotaryVector / 2 : kRotaryVector;

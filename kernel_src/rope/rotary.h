@@ -1,8 +1,8 @@
 // Rotary position embedding, alone and after a norm of each head: what the GPU (rope/*.cu) and CPU
 // (cpu/rotary.cpp) kernels are given. q and k share one launch; either kernel serves q alone.
 //
-// A pair (x1, x2) of a head is two elements rotary_dim / 2 apart, or neighbours where interleaved. With the
-// columns j1 and j2 of its elements (in a table of half width both have one column):
+// A pair (x1, x2) of a head is two elements rotary_dim / 2 apart, or neighbours where interleaved.
+// With the columns j1 and j2 of its elements (in a table of half width both have one column):
 //
 //   out1 = x1 * cos[j1] - x2 * sin[j1]             inverse: the transpose, which is the gradient
 //   out2 = x2 * cos[j2] + x1 * sin[j2]               out1 = x1 * cos[j1] + x2 * sin[j2]

@@ -1,5 +1,5 @@
-// What the kernels of rope/ share on the device: the columns of a thread in a head, their cos and sin, and the
-// rotation itself.
+// What the kernels of rope/ share on the device: the columns of a thread in a head, their cos and
+// sin, and the rotation itself.
 #pragma once
 
 #include <type_traits>
@@ -11,8 +11,9 @@
 
 namespace fuselage {
 
-// The two vectors of one item (see HeadLayout), as rows of `first_size` and `second_size` columns from
-// `first` and `second` of the head on. In either the item begins at `column`; behind the end it has nothing.
+// The two vectors of one item (see HeadLayout), as rows of `first_size` and `second_size` columns
+// from `first` and `second` of the head on. In either the item begins at `column`; behind the end
+// it has nothing.
 struct Item {
   int first, first_size, second, second_size, column;
   bool rotated;
@@ -65,8 +66,8 @@ __device__ __forceinline__ void unaligned_columns(const C* row, int column, int 
   V::load_elements(row, column, size).to_floats(values);
 }
 
-// Columns from `column1` and from `column2` on of a token's cos and sin, of `size1` and `size2` columns. All loads
-// come before the first conversion, which would wait for its own.
+// Columns from `column1` and from `column2` on of a token's cos and sin, of `size1` and `size2`
+// columns. All loads come before the first conversion, which would wait for its own.
 template <bool kAligned, int N, typename C>
 __device__ __forceinline__ void table_columns(const C* cos, const C* sin, int column1, int column2,
                                               int size1, int size2, float (&cos1)[N],
@@ -91,9 +92,9 @@ __device__ __forceinline__ void table_columns(const C* cos, const C* sin, int co
   }
 }
 
-// The factors of an item: out1 = x1 * cos1 + x2 * sin1 and out2 = x2 * cos2 + x1 * sin2, where x1 and x2 are
-// the item's vectors, or where interleaved each of them and itself with neighbours exchanged. The signs of
-// the rotation, or of its transpose, are in sin1 and sin2.
+// The factors of an item: out1 = x1 * cos1 + x2 * sin1 and out2 = x2 * cos2 + x1 * sin2, where x1
+// and x2 are the item's vectors, or where interleaved each of them and itself with neighbours
+// exchanged. The signs of the rotation, or of its transpose, are in sin1 and sin2.
 template <int N>
 struct Rotation {
   float cos1[N], cos2[N], sin1[N], sin2[N];
@@ -249,7 +250,8 @@ __device__ __forceinline__ void store_item(const Vector<T, N>& first, const Vect
   }
 }
 
-// How heads are paired, where it is known when a kernel is compiled: unaligned ones find out as they run.
+// How heads are paired, where it is known when a kernel is compiled: unaligned ones find out as
+// they run.
 enum class Pairs { halves, interleaved, any };
 
 template <Pairs kPairs>
@@ -264,7 +266,8 @@ __device__ __forceinline__ bool is_interleaved(const RotaryShape& shape) {
 template <Pairs kPairs>
 using PairsTag = std::integral_constant<Pairs, kPairs>;
 
-// run(TypeTag<T>, PairsTag, aligned) for the type and the layout of the heads. Null, or what is wrong.
+// run(TypeTag<T>, PairsTag, aligned) for the type and the layout of the heads. Null, or what is
+// wrong.
 template <typename F>
 inline const char* dispatch_heads(const RotaryShape& shape, bool aligned, F&& run) {
   return message_of(dispatch_dtype(shape.dtype, [&](auto tag) {

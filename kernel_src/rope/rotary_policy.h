@@ -9,7 +9,8 @@
 
 namespace fuselage {
 
-// Whether every head, and every half of one, starts and ends on the boundary of a vector of so many elements.
+// Whether every head, and every half of one, starts and ends on the boundary of a vector of so many
+// elements.
 inline bool aligned_shape(const RotaryShape& shape, int vector) {
   return shape.dim % vector == 0 &&
          (shape.interleaved ? shape.rotary_dim : shape.rotary_dim / 2) % vector == 0;
@@ -23,8 +24,8 @@ inline bool aligned_heads(const Heads& heads, const RotaryShape& shape, int vect
   return true;
 }
 
-// Tables are read in vectors of so many elements, whatever those of the heads are. Their rows end where the
-// rotated part of a head does.
+// Tables are read in vectors of so many elements, whatever those of the heads are. Their rows end
+// where the rotated part of a head does.
 inline bool aligned_table(const RotaryTable& table, int vector) {
   const int64_t bytes = vector * dtype_size(table.dtype);
   return aligned_rows(table.cos, table.cos_stride, 0, table.dtype, bytes) &&
@@ -41,13 +42,15 @@ inline bool is_aligned(const Rotary& p, int vector) {
   return aligned_shape(p.shape, vector) && aligned_table(p.table, vector) && side(p.q) && side(p.k);
 }
 
-// Elements of a vector of apply_rotary, of any type. More of a half type would be fewer instructions, but the cos
-// and sin of a pair of vectors are four times as many floats: registers are what limits the bytes under way.
+// Elements of a vector of apply_rotary, of any type. More of a half type would be fewer
+// instructions, but the cos and sin of a pair of vectors are four times as many floats: registers
+// are what limits the bytes under way.
 constexpr int kRotaryVector = 4;
 
-// A head of rotary_dim + rest columns is cut into items of two vectors each. The vectors of an item are
-// `half` columns apart: those of a pair in the half-split form, and otherwise so that neighbouring items have
-// neighbouring vectors. Items [0, rotated_items) are rotated, those behind them are passed through.
+// A head of rotary_dim + rest columns is cut into items of two vectors each. The vectors of an item
+// are `half` columns apart: those of a pair in the half-split form, and otherwise so that
+// neighbouring items have neighbouring vectors. Items [0, rotated_items) are rotated, those behind
+// them are passed through.
 struct HeadLayout {
   int rotated_half, rest_half;    // columns from the first vector of an item to its second
   int rotated_items, rest_items;  // of a head; some may be behind its end
@@ -90,8 +93,8 @@ inline RotaryPolicy rotary_policy(const DeviceInfo& device, const RotaryShape& s
   policy.layout = head_layout(shape, vector, with_rest, !aligned);
   const int64_t items = policy.layout.rotated_items + policy.layout.rest_items;
   const int64_t tokens = shape.batch * shape.tokens;
-  // Two vectors of each head, all in flight together. Where all threads are on the GPU at once, time is
-  // latency: fewer heads a thread.
+  // Two vectors of each head, all in flight together. Where all threads are on the GPU at once,
+  // time is latency: fewer heads a thread.
   policy.heads_per_thread = !aligned || heads == 2 ? 2 : heads == 1 ? 1 : 4;
   while (aligned && policy.heads_per_thread > 1 &&
          tokens * items * ceil_div(heads, policy.heads_per_thread) <
@@ -147,7 +150,8 @@ inline bool is_aligned(const QkNormRotaryBackward& p, int vector) {
          side(p.k);
 }
 
-// qk_norm_rotary: the threads of a row hold one item each, of several heads of a token at once or of one.
+// qk_norm_rotary: the threads of a row hold one item each, of several heads of a token at once or
+// of one.
 constexpr int kQkNormThreads = 256;  // as the kernels' launch bounds
 constexpr int kQkNormHeads = 4;      // in the forward
 // In the backward: as many as registers hold.
@@ -155,8 +159,8 @@ constexpr int qk_norm_backward_heads(int64_t element_size) {
   return static_cast<int>(8 / element_size);
 }
 
-// Two vectors of float32 a thread, less what whole warps of either part may waste. Half types stop there too: no
-// model has longer heads.
+// Two vectors of float32 a thread, less what whole warps of either part may waste. Half types stop
+// there too: no model has longer heads.
 inline int64_t qk_norm_max_dim(const RotaryShape& shape) {
   return shape.dtype == DType::float32 && shape.rotary_dim < shape.dim ? 1536 : 2048;
 }
@@ -167,8 +171,9 @@ struct QkNormPolicy {
   int threads_per_row, rows_per_block;
 };
 
-// NOTE: the order of a head's sums follows from this. It depends on nothing but the shape of a head: not on how many
-// there are, and not on whether they are aligned (so the layout is padded either way).
+// NOTE: the order of a head's sums follows from this. It depends on nothing but the shape of a
+// head: not on how many there are, and not on whether they are aligned (so the layout is padded
+// either way).
 inline QkNormPolicy qk_norm_policy(const RotaryShape& shape) {
   const auto in_vectors_of = [&](int64_t elements) {
     QkNormPolicy policy{};
@@ -182,7 +187,8 @@ inline QkNormPolicy qk_norm_policy(const RotaryShape& shape) {
   return few.threads_per_row <= kWarpSize ? few : in_vectors_of(16 / dtype_size(shape.dtype));
 }
 
-// Whether rows hold several heads at once: their sums stay in a warp, and there are enough for `threads` threads.
+// Whether rows hold several heads at once: their sums stay in a warp, and there are enough for
+// `threads` threads.
 inline bool has_several_heads(const QkNormPolicy& policy, int several, int64_t tokens,
                               int64_t q_heads, int64_t k_heads, int64_t threads) {
   return policy.vector == kRotaryVector && policy.threads_per_row >= several &&
@@ -209,7 +215,8 @@ inline QkNormForwardPolicy qk_norm_forward_policy(const DeviceInfo& device,
   if (!has_several_heads(policy.row, kQkNormHeads, tokens, q_heads, k_heads, threads))
     return policy;
   policy.heads_per_turn = kQkNormHeads;
-  // A unit costs about half a turn for cos, sin, weight and addresses; turns without heads, of q or k, are lost.
+  // A unit costs about half a turn for cos, sin, weight and addresses; turns without heads, of q or
+  // k, are lost.
   int64_t least = 0;
   for (int unit = kQkNormHeads; unit <= 4 * kQkNormHeads; unit += kQkNormHeads) {
     const int64_t units = ceil_div(q_heads, unit) + ceil_div(k_heads, unit);
@@ -241,7 +248,8 @@ inline QkNormBackwardPolicy qk_norm_backward_policy(const DeviceInfo& device,
   const bool has_several = has_several_heads(policy.row, several, tokens, q_heads, k_heads,
                                              most_blocks * kQkNormThreads);
   policy.heads_per_turn = has_several ? several : 1;
-  // As in the forward; and units that do not divide evenly over the rows of all blocks leave rows idle in the end.
+  // As in the forward; and units that do not divide evenly over the rows of all blocks leave rows
+  // idle in the end.
   const int64_t rows = most_blocks * policy.row.rows_per_block;
   const auto unit_of = [&](int64_t side_heads) {
     const int64_t turns = ceil_div(side_heads, policy.heads_per_turn);
