@@ -230,5 +230,7 @@ def test_double_backward_is_refused(fuselage, device, name):
     with torch.autocast(device, dtype=HALF):
         out, *_ = as_tuple(getattr(fuselage, name)(**call))
     loss = out.float().pow(2).sum()
-    with pytest.raises(RuntimeError, match=f"fuselage::{name}: the backward is not diff"):
+    # Where PyTorch adds in float32 first, the norm alone is ours.
+    ours = "(gate_residual_ada_norm|ada_layer_norm)" if name == "gate_residual_ada_norm" else name
+    with pytest.raises(RuntimeError, match=f"fuselage::{ours}: the backward is not diff"):
         torch.autograd.grad(loss, leaf, create_graph=True)

@@ -40,8 +40,9 @@ constexpr int kReduceThreads = 1024;
 
 namespace {
 
-// Sums of kCount values over the lanes y, y + 1, ... y + count - 1 of a column, in order, in lane y
-// alone. All threads call together.
+// Sums of kCount values over the lanes y, y + step, ... of a column, `count` of them, in lane y
+// alone: every fourth in order, and these four in pairs, which rounds less than one after the
+// other. All threads call together.
 template <int kCount>
 __device__ __forceinline__ void add_lanes(float (&values)[kCount], float* scratch, int step,
                                           int count, bool adds) {
@@ -51,11 +52,17 @@ __device__ __forceinline__ void add_lanes(float (&values)[kCount], float* scratc
   for (int k = 0; k < kCount; ++k) scratch[k * kReduceThreads + own] = values[k];
   __syncthreads();
   if (!adds) return;
-#pragma unroll 4
-  for (int i = 1; i < count; ++i) {
+  const float* lanes = scratch + own;
+  const int pitch = step * static_cast<int>(blockDim.x);
 #pragma unroll
-    for (int k = 0; k < kCount; ++k)
-      values[k] += scratch[k * kReduceThreads + own + i * step * static_cast<int>(blockDim.x)];
+  for (int k = 0; k < kCount; ++k) {
+    float four[4] = {};
+    for (int i = 0; i < count; i += 4) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        four[j] += i + j < count ? lanes[k * kReduceThreads + (i + j) * pitch] : 0.0f;
+    }
+    values[k] = (four[0] + four[1]) + (four[2] + four[3]);
   }
 }
 

@@ -50,9 +50,11 @@ inline RowPolicy ada_norm_forward_policy(const DeviceInfo& device, bool aligned,
   return row_forward_policy(device, {p.rows, p.dim, dtype_size(p.dtype), aligned});
 }
 
-// Whether there is more than grad_x of what was normalised, or the kernel for that is taken.
+// Whether x was gated or added to a residual, so that there may be more than its gradient. Without
+// a gate, grad_x alone is that of a plain norm.
 inline bool ada_norm_has_residual(const AdaNormBackward& p) {
-  return p.grad_new_residual != nullptr || p.grad_residual != nullptr || p.grad_gate != nullptr;
+  return p.grad_new_residual != nullptr || p.grad_residual != nullptr || p.grad_gate != nullptr ||
+         p.gate.data != nullptr;
 }
 
 // Of a block and of a thread of the backward, which keeps two sums a column in registers, or three

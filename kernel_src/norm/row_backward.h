@@ -476,7 +476,7 @@ gpuError launch_row_backward(const typename Op::Params& p, const RowBackward& la
                              gpuStream stream) {
   using Chosen = Stages<typename Op::Element, typename Op::GradOut, kVectors, Op::kTensors,
                         Op::kFullStages ? Op::kThreads : 0>;
-  if constexpr (kVectors > 1 && !Chosen::kBulk && Op::kShortRows) {
+  if constexpr (kVectors > kLeastRowVectors && !Chosen::kBulk && Op::kShortRows) {
     if (policy.row.vectors < kVectors) {
       return launch_row_backward<Op, kVectors / 2, Stages, false>(p, launch, policy, layout,
                                                                   stream);

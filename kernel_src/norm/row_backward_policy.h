@@ -12,6 +12,11 @@ constexpr int kMaxRowStages = 4;
 constexpr int kMaxRowTensors = 4;
 constexpr int kMaxRowsPerBlock = 32;  // of more than a warp each
 
+// Vectors of a row in a thread, at least. With one, most of a short row's time is its sums:
+// layer_norm of (1048576, 128) in bfloat16 took 344 us on an H200 so, and 210 in an older kernel
+// that had two.
+constexpr int kLeastRowVectors = 2;
+
 // Vectors of a row in a tile of columns, where blocks have columns.
 constexpr int kRowBackwardTile = 8;
 
@@ -188,8 +193,10 @@ inline RowBackwardPolicy row_backward_policy(const DeviceInfo& real_device,
     return policy;
   }
   row.vectors = most_vectors;
-  while (shape.short_rows && row.vectors > 1 && block_count <= kWarpSize * row.vectors / 2)
+  while (shape.short_rows && row.vectors > kLeastRowVectors &&
+         block_count <= kWarpSize * row.vectors / 2) {
     row.vectors /= 2;
+  }
   row.threads_per_row = threads_for(block_count, row.vectors);
   // Where rows are few, the sums of columns are made by blocks of their own.
   const int tiles = static_cast<int>(ceil_div(shape.dim, kRowBackwardTile * memory.vector_size));

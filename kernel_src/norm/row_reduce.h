@@ -48,9 +48,11 @@ __device__ __forceinline__ float sum_of_squares(const Vector<T, N>& s) {
   return sum;
 }
 
-// Of few counts. Exact for a power of two.
+// NOTE: a division, rounded once. A product with a reciprocal is off by a bit where all values are
+// alike and have no deviations; and the compiler may fuse it with the subtraction that follows, but
+// not in every place where the same mean is needed again.
 __device__ __forceinline__ float mean_of(float sum, float count) {
-  return sum * reciprocal_of_normal(fmaxf(count, 1.0f));
+  return __fdiv_rn(sum, fmaxf(count, 1.0f));
 }
 
 // Moments of a part: about its own mean. In half precision sums of deviations are too small to
