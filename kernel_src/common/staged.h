@@ -1,6 +1,6 @@
 // Rows of any alignment on their way through shared memory. Between global and shared memory the
 // threads copy aligned blocks of 16 bytes together; an element keeps its place within the block, so
-// a row starts in shared memory as far behind a boundary as in global memory. There each thread
+// a row starts in shared memory as far past a boundary as in global memory. There each thread
 // reads and writes its own vectors, by the word.
 #pragma once
 

@@ -289,7 +289,7 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
         store_part(block, target - shift, lane > 0 ? 0 : shift,
                    bytes < kBytes - shift ? bytes + shift : kBytes);
       }
-      // What lies behind that block is left to the next lane, where there is one with the rest of
+      // What lies after that block is left to the next lane, where there is one with the rest of
       // it.
       if (bytes > kBytes - shift && (lane == width - 1 || bytes <= kBytes)) {
         store_part(shifted(*this, *this, kBytes - shift), target - shift + kBytes, 0,
@@ -369,7 +369,7 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
 };
 
 // A vector of a row in global memory on its way: start() of all vectors first, then finish() of
-// each, so that the loads are in flight together. Elements behind the row's end are zero.
+// each, so that the loads are in flight together. Elements past the row's end are zero.
 template <typename T, int N, bool kAligned>
 struct Loading {
   Vector<T, N> first;
@@ -387,7 +387,7 @@ struct Loading<T, N, false> {
   V first, second;
 
   // NOTE: the first block may begin before the row, but not before the row's allocation; no block
-  // may end behind the row. The one or two vectors for which it would are read by the element.
+  // may end past the row's end. The one or two vectors for which it would are read by the element.
   static __device__ __forceinline__ bool in_blocks(const T* row, int column, int dim, int shift) {
     if ((V::kBytes < 8 || V::kBytes > 16) && shift != 0) return false;
     return column + N + (shift == 0 ? 0 : N - shift / static_cast<int>(sizeof(T))) <= dim;

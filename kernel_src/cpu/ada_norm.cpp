@@ -52,7 +52,7 @@ FUSELAGE_INLINE Floats ada_norm_cut(Floats value, FirstLanes lanes) {
   return value;
 }
 
-// A product that is not to be fused with the addition behind it: compilers do so in one place and
+// A product that is not to be fused with the addition after it: compilers do so in one place and
 // not in the other.
 FUSELAGE_INLINE Floats ada_norm_rounded(Floats product) {
 #if defined(__x86_64__)

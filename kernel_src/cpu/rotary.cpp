@@ -28,7 +28,7 @@ namespace FUSELAGE_ISA {
 constexpr int64_t kRotaryStrip = 2048;
 
 // Of a strip: out1 = x1 * cos1 + x2 * sin1 and out2 = x2 * cos2 + x1 * sin2. x2 are the columns
-// half a rotation behind those of x1; where interleaved x2 is x1 with neighbours exchanged, and
+// half a rotation after those of x1; where interleaved x2 is x1 with neighbours exchanged, and
 // out2 does not exist.
 struct RotaryFactors {
   float cos1[kRotaryStrip], sin1[kRotaryStrip];
@@ -116,7 +116,7 @@ static void rotary_make_factors(const RotaryTable& table, const RotaryShape& sha
 }
 
 // from(column, lanes) gives what is to be rotated, to(column, value, lanes) takes the result, for
-// columns [begin, begin + size) and those half a rotation behind them.
+// columns [begin, begin + size) and those half a rotation after them.
 template <class From, class To>
 FUSELAGE_INLINE void rotary_rotate(const RotaryShape& shape, const RotaryFactors& f, int64_t begin,
                                    int64_t size, From from, To to) {

@@ -236,7 +236,7 @@ __device__ __forceinline__ void run_vectors(const Elementwise& p, int64_t first_
            width * block_column;
   };
   const auto column_of = [&](int j) { return first_column + j * column_step; };
-  // Rows behind the last are empty.
+  // Rows past the end are empty.
   const auto dim_of = [&](int j) { return first_row + j * row_step < row_end ? dim : 0; };
   // The y of a gate is not there where only its own gradient is asked for.
   const auto y_dim_of = [&](int j) { return p.y.data == nullptr ? 0 : dim_of(j); };

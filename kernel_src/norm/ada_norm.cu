@@ -48,7 +48,7 @@ struct Values {
     data = static_cast<const char*>(data) + index * m.stride * size;
   }
 
-  // N of them from `column` on; those behind the last are zero.
+  // N of them from `column` on; those past the end are zero.
   template <bool kAligned, int N>
   __device__ __forceinline__ void load_floats(int column, int dim, float (&values)[N]) const {
     if constexpr (!kAligned) {

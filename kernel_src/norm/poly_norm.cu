@@ -70,7 +70,7 @@ __device__ __forceinline__ int expert_of(const Params& p, int64_t row) {
   return begin;
 }
 
-// The rows that belong to an expert: padding behind them is not read.
+// The rows that belong to an expert: padding after them is not read.
 template <Form kForm, typename Params>
 __device__ __forceinline__ int64_t rows_to_read(const Params& p) {
   if constexpr (kForm != Form::grouped) return p.rows;
@@ -83,7 +83,7 @@ struct RowFactors {
   Factors factors;
   bool is_padding = false;
 
-  // Called before the rows are loaded: these loads would wait behind them.
+  // Called before the rows are loaded: these loads would wait for them.
   template <typename Params>
   __device__ __forceinline__ void load_common(const Params& p) {
     if constexpr (kForm != Form::grouped) factors = load_factors<T>(p, 0);
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(kRows > 1              ? kPolyNormShortThreads
   const T* mul = static_cast<const T*>(p.mul) + first_row * p.mul_stride;
   const bool cuts = clamps<kForm>(p);
   const int64_t rows = rows_to_read<kForm>(p);
-  // Rows behind the last are empty.
+  // Rows past the end are empty.
   const auto dim_of = [&](int i) { return first_row + i < rows ? dim : 0; };
   const auto write_dim_of = [&](int i) {
     return kForm == Form::grouped ? (first_row + i < p.rows ? dim : 0) : dim_of(i);
@@ -606,7 +606,7 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
     const auto mul_of = [&](int slot) {
       return static_cast<const T*>(p.mul) + (first_row + row_of(slot)) * p.mul_stride;
     };
-    // Rows behind the last are empty.
+    // Rows past the end are empty.
     const auto dim_of = [&](int slot) { return first_row + row_of(slot) < rows ? dim : 0; };
     const auto write_dim_of = [&](int slot) {
       return kForm == Form::grouped ? (first_row + row_of(slot) < p.rows ? dim : 0) : dim_of(slot);

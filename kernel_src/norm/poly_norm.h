@@ -5,7 +5,7 @@
 //   y   = w0 * x^3 * r0 + w1 * x^2 * r1 + w2 * x * r2 + b
 //   out = y                                (poly_norm)
 //   out = y * mul                          (fused_mul_poly_norm)
-//   out = y * mul, w and b of the expert   (grouped_poly_norm; zero behind the last expert's rows)
+//   out = y * mul, w and b of the expert   (grouped_poly_norm; zero past the last expert's rows)
 //
 // With hidden_clamp, the grouped form cuts x, mul and the product to [-hidden_clamp, hidden_clamp].
 #pragma once

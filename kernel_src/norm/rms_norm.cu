@@ -42,7 +42,7 @@ __device__ __forceinline__ bool weight_is_packed(const void* weight, DType weigh
   return weight != nullptr && (sizeof(T) == sizeof(float) || weight_dtype != DType::float32);
 }
 
-// N columns of the weight from `column` on; those behind the last are zero.
+// N columns of the weight from `column` on; those past the end are zero.
 template <bool kAligned, int N, typename W>
 __device__ __forceinline__ Vector<W, N> load_weight(const W* weight, int column, int dim) {
   if (column >= dim) return Vector<W, N>::zero();
@@ -237,7 +237,7 @@ struct PrivateStages {
     grad_out_stride = row_step * p.grad_out_stride;
     x_stride = row_step * p.x_stride;
     grad_new_residual_stride = row_step * p.grad_new_residual_stride;
-    // Columns behind the row's end are zero in every stage: nothing is copied there later.
+    // Columns past the row's end are zero in every stage: nothing is copied there later.
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if (inside(j)) continue;
@@ -331,7 +331,7 @@ struct BulkStages {
         mbarrier_init(shared_address(&mbarriers[stage]), 1);
       fence_mbarrier_init();
     }
-    // Columns behind the row's end are zero in every stage: nothing is copied there later.
+    // Columns past the row's end are zero in every stage: nothing is copied there later.
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if (local(j) < columns) continue;
@@ -506,7 +506,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   const auto column_of = [&](int j) { return first_column + j * step; };
   const int64_t first_row = int64_t{blockIdx.x / cluster} * blockDim.y + threadIdx.y;
   const int64_t row_step = int64_t{gridDim.x / cluster} * blockDim.y;
-  // rstd comes along with the rows, to each thread by itself: a load of its own would wait behind
+  // rstd comes along with the rows, to each thread by itself: a load of its own would wait after
   // them.
   float* rstds = reinterpret_cast<float*>(dynamic_memory) + threadIdx.y * blockDim.x + threadIdx.x;
   Stages staged(reinterpret_cast<float*>(dynamic_memory) + stages * kBackwardThreads, p,
@@ -524,7 +524,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 
   row_sum_start(cluster, scratch);
 
-  // The weight first: behind the rows it would wait for all of them.
+  // The weight first: after the rows it would wait for all of them.
   Vector<T, N> weight[kVectors];
   if (weight_is_packed<T>(p.weight, p.weight_dtype)) {
 #pragma unroll

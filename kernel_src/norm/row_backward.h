@@ -165,7 +165,7 @@ struct RowBackwardThread {
     if constexpr (Stages::kBulk) {
       if (threadIdx.x == 0 && row < end) staged.start_row(row, stage);
     } else {
-      // Its statistics come along, to each thread by itself: a load of its own would wait behind
+      // Its statistics come along, to each thread by itself: a load of its own would wait after
       // the rows.
       if (row < end) {
         float* to = statistics + stage * statistics_pitch;
@@ -269,7 +269,7 @@ struct RowBackwardThread {
   __device__ __forceinline__ void run(RowSumScratch<Op::kRowSums> (&scratch)[2],
                                       int64_t first_of_group) {
     RowMoments next{0.0f, 0.0f};
-    // The factors first: behind the rows they would wait for all of them.
+    // The factors first: after the rows they would wait for all of them.
     load_factors(first_of_group, [&] {
       // A bulk copy starts as soon as the row before it in its stage is done with, others a row
       // later.

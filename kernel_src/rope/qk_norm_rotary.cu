@@ -55,7 +55,7 @@ __device__ __forceinline__ void item_factors(const void* weight, DType weight_dt
     using W = decltype(zero);
     const W* row = static_cast<const W*>(weight);
     if constexpr (kAligned) {
-      // What is behind the end belongs to no element.
+      // What is past the end belongs to no element.
       using V = Vector<W, N>;
       const V first = V::load(row + item.first + min(column, item.first_size - N));
       const V second = V::load(row + (column < item.second_size ? item.second + column : 0));
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kQkNormThreads, !kAligned     ? 1
   const QkNormRotarySide& side = is_q ? p.q : p.k;
   const int first_head = (is_q ? row : row - q_rows) * unit_heads;
   const int count = inside ? min(static_cast<int>(side.heads) - first_head, unit_heads) : 0;
-  // Behind the last head of the unit they stay at it.
+  // Past the last head of the unit they stay at it.
   const T* x = head_of<T>(side.x, at, first_head);
   T* out = head_of<T>(side.out, at, first_head);
   const TableRow table = table_row(p.table, at);
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(kQkNormThreads, kAligned ? kQkNormBackwardBloc
       const int first_head = inside ? unit * unit_heads : 0;
       const int count = inside ? min(heads - first_head, unit_heads) : 0;
       Rotation<N> rotation;
-      // Behind the last head of the unit they stay at it.
+      // Past the last head of the unit they stay at it.
       const T* x = head_of<T>(side.x, here, first_head);
       const T* grad_out = head_of<T>(side.grad_out, here, first_head);
       T* grad_x = head_of<T>(side.grad_x, here, first_head);

@@ -12,7 +12,7 @@
 namespace fuselage {
 
 // The two vectors of one item (see HeadLayout), as rows of `first_size` and `second_size` columns
-// from `first` and `second` of the head on. In either the item begins at `column`; behind the end
+// from `first` and `second` of the head on. In either the item begins at `column`; past the end
 // it has nothing.
 struct Item {
   int first, first_size, second, second_size, column;
@@ -54,7 +54,7 @@ __device__ __forceinline__ T* head_of(const Heads& heads, const Token& at, int64
          at.token * heads.token_stride + head * heads.head_stride;
 }
 
-// Columns [column, column + N) of a row of `size` that starts anywhere; zero behind its end.
+// Columns [column, column + N) of a row of `size` that starts anywhere; zero past its end.
 template <int N, typename C>
 __device__ __forceinline__ void unaligned_columns(const C* row, int column, int size,
                                                   float (&values)[N]) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void table_columns(const C* cos, const C* sin, int co
                                               float (&sin2)[N]) {
   if constexpr (kAligned) {
     using V = Vector<C, N>;
-    // What is behind the end belongs to no element.
+    // What is past the end belongs to no element.
     column1 = min(column1, size1 - N);
     column2 = min(column2, size2 - N);
     const V c1 = V::load(cos + column1), c2 = V::load(cos + column2);
@@ -215,7 +215,7 @@ struct ItemLoading {
     first.start(head + item.first, item.column, inside ? item.first_size : 0);
     second.start(head + item.second, item.column, inside ? item.second_size : 0);
   }
-  // As start, of an aligned head: without a branch. A vector behind the end is read as another one.
+  // As start, of an aligned head: without a branch. A vector past the end is read as another one.
   __device__ __forceinline__ void start_inside(const T* head, const Item& item) {
     const int column1 = item.first + item.column, column2 = item.second + item.column;
     first.first = Vector<T, N>::load(head + (item.column < item.first_size ? column1 : 0));

@@ -49,11 +49,11 @@ constexpr int kRotaryVector = 4;
 
 // A head of rotary_dim + rest columns is cut into items of two vectors each. The vectors of an item
 // are `half` columns apart: those of a pair in the half-split form, and otherwise so that
-// neighbouring items have neighbouring vectors. Items [0, rotated_items) are rotated, those behind
+// neighbouring items have neighbouring vectors. Items [0, rotated_items) are rotated, those after
 // them are passed through.
 struct HeadLayout {
   int rotated_half, rest_half;    // columns from the first vector of an item to its second
-  int rotated_items, rest_items;  // of a head; some may be behind its end
+  int rotated_items, rest_items;  // of a head; some may be past its end
   int width;  // neighbouring items that exchange the ends of unaligned vectors: a power of two
 };
 
