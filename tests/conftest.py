@@ -1,7 +1,9 @@
 """Loads the kernel the way a user does and hands it to every test.
 
 `get_kernel` is pointed at this checkout by `LOCAL_KERNELS`, so `make build` must have run. Set
-`FUSELAGE_KERNEL_DIR` to test another checkout, or one variant folder of a release.
+`FUSELAGE_KERNEL_DIR` to test another checkout, or one variant folder of a release. If
+`LOCAL_KERNELS` names this kernel, that one is tested: kernel-builder's `ci-test` sets it, and runs
+what is marked `kernels_ci` where there is nothing but the sources of the build and these tests.
 """
 
 from __future__ import annotations
@@ -18,10 +20,23 @@ import pytest
 REPO_ID = "fuselage-kernels/fuselage"
 VERSION = 1
 REPO_DIR = Path(__file__).resolve().parent.parent
-KERNEL_DIR = Path(os.environ.get("FUSELAGE_KERNEL_DIR", REPO_DIR)).resolve()
+HAS_CHECKOUT = (REPO_DIR / "tools").is_dir()
+
+
+def local_kernels() -> dict[str, str]:
+    """What `LOCAL_KERNELS` names, and this kernel with it."""
+    given = os.environ.get("LOCAL_KERNELS", "")
+    named = dict(entry.split("=", 1) for entry in given.split(":") if "=" in entry)
+    named.setdefault(REPO_ID, str(REPO_DIR))
+    if "FUSELAGE_KERNEL_DIR" in os.environ:
+        named[REPO_ID] = os.environ["FUSELAGE_KERNEL_DIR"]
+    return named | {REPO_ID: str(Path(named[REPO_ID]).resolve())}
+
+
+KERNEL_DIR = Path(local_kernels()[REPO_ID])
 
 # `kernels` and `huggingface_hub` read these once, at import or at the first call.
-os.environ["LOCAL_KERNELS"] = f"{REPO_ID}={KERNEL_DIR}"
+os.environ["LOCAL_KERNELS"] = ":".join(f"{name}={path}" for name, path in local_kernels().items())
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
@@ -32,10 +47,14 @@ def why_no_cuda() -> str | None:
     """Why this run has no CUDA tests; None where it has them."""
     if not torch.cuda.is_available():
         return "no CUDA device"
-    variants = [KERNEL_DIR, *KERNEL_DIR.glob("torch-*"), *KERNEL_DIR.glob("build/torch-*")]
-    if any(re.search(r"-(cu|rocm)\d+-", path.name) for path in variants):
+    if any(re.search(r"-(cu|rocm)\d+-", path.name) for path in variants()):
         return None
     return "no GPU variant is built (is there no nvcc?)"
+
+
+def variants() -> list[Path]:
+    """The folders of which `kernels` may load one."""
+    return [KERNEL_DIR, *KERNEL_DIR.glob("torch-*"), *KERNEL_DIR.glob("build/torch-*")]
 
 
 # What the suite runs on. Parameters for other devices are not collected.
@@ -43,14 +62,31 @@ DEVICES = ("cpu",) if why_no_cuda() else ("cpu", "cuda")
 
 
 def kernel_backend() -> str | None:
-    """The backend to ask for: `None` (automatic) on a GPU, otherwise the CPU variant."""
-    return None if "cuda" in DEVICES else "cpu"
+    """`None` (automatic) on a GPU or without a CPU variant, otherwise the CPU."""
+    has_cpu_variant = any("-cpu-" in path.name for path in variants())
+    return "cpu" if "cuda" not in DEVICES and has_cpu_variant else None
 
 
 def pytest_report_header() -> str:
     """One line in place of a skip for each GPU test of a machine without a GPU."""
     reason = why_no_cuda()
-    return f"devices: {', '.join(DEVICES)}" + (f" (no GPU tests: {reason})" if reason else "")
+    line = f"devices: {', '.join(DEVICES)}" + (f" (no GPU tests: {reason})" if reason else "")
+    line += "" if KERNEL_DIR == REPO_DIR else f"; kernel: {KERNEL_DIR}"
+    return line if HAS_CHECKOUT else f"{line}; no checkout: only files with kernels_ci tests"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declares the marks where pytest.ini is missing."""
+    if not HAS_CHECKOUT:
+        for mark in ("gpu(count=1): needs so many GPUs", "slow: takes more than a few seconds"):
+            config.addinivalue_line("markers", mark)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without a checkout, leaves out the files whose tests need one."""
+    if HAS_CHECKOUT or not collection_path.name.startswith("test_"):
+        return None
+    return b"mark.kernels_ci" not in collection_path.read_bytes() or None
 
 
 @pytest.hookimpl(optionalhook=True)  # the Hub's builder has no xdist

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from reference import clamp
 from torch import Tensor
 
 # Norms
@@ -69,9 +70,9 @@ def grouped_poly_norm(
     limit = float("inf") if hidden_clamp is None else hidden_clamp
     out, begin = torch.zeros_like(x), 0
     for expert, end in enumerate(offs.tolist()):
-        h, m = (t[begin:end].float().clamp(-limit, limit) for t in (x, mul))
+        h, m = (clamp(t[begin:end].float(), -limit, limit) for t in (x, mul))
         y = poly_norm(h, weight[expert], bias[expert], eps, mul=m)
-        out[begin:end] = y.clamp(-limit, limit).to(x.dtype)
+        out[begin:end] = clamp(y, -limit, limit).to(x.dtype)
         begin = end
     return out
 
@@ -155,8 +156,8 @@ def swiglu_clamped(
 ) -> Tensor:
     """`GptOssExperts._apply_gate` of transformers."""
     gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    gate = gate.clamp(min=None, max=limit)
-    up = up.clamp(min=-limit, max=limit)
+    gate = clamp(gate, float("-inf"), limit)
+    up = clamp(up, -limit, limit)
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 

@@ -80,8 +80,8 @@ def assert_close(
             torch.float32
         ] * terms
         count = expected[off].unique().numel()
-        # A half type has few values: one that lies on a boundary takes with it all of its row that
-        # have its size, of normal numbers up to one in 64.
+        # Half precision has few values: one that lies on a boundary takes with it all of its row
+        # that have its size, of normal numbers up to one in 64.
         limit = max(2, math.ceil(TIES[inner_rounding] * off.numel()), off.shape[-1] // 64)
         assert count <= limit, f"{label}: {count} of {off.numel()} rounded differently, {limit=}"
     value = actual.double()
@@ -371,7 +371,12 @@ def each_style(operators: Iterable[Operator]):
     )
 
 
-def each_operator(operators: Iterable[Operator]):
+def each_operator(operators: Iterable[Operator], in_ci: Iterable[str] = ()):
+    """A test of each operator; of those named by `in_ci`, marked kernels_ci."""
+    operators = [
+        pytest.param(op, marks=pytest.mark.kernels_ci) if op.name in in_ci else op
+        for op in operators
+    ]
     return pytest.mark.parametrize("op", operators, ids=lambda op: op.name)
 
 

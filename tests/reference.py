@@ -157,6 +157,14 @@ def poly_norm_gradient_terms(
     }
 
 
+def clamp(x: Tensor, low: float, high: float) -> Tensor:
+    """With the gradient at the limits themselves, as models were trained.
+
+    torch.clamp had that, too; from 2.15 on it has none there.
+    """
+    return torch.where((x >= low) & (x <= high), x, x.detach().clamp(low, high))
+
+
 def grouped_poly_norm(
     x: Tensor,  # [rows, dim]
     mul: Tensor,  # [rows, dim]
@@ -174,12 +182,12 @@ def grouped_poly_norm(
     # Padding is cut off before the arithmetic: it may hold anything, NaN as well.
     x, mul, expert = x[inside], mul[inside], expert[inside]
     if hidden_clamp is not None:
-        x, mul = (t.clamp(-hidden_clamp, hidden_clamp) for t in (x, mul))
+        x, mul = (clamp(t, -hidden_clamp, hidden_clamp) for t in (x, mul))
     parts = torch.stack([*_poly_norm_parts(x, eps), torch.ones_like(x)], dim=-1)
     factors = torch.cat([weight, bias], dim=-1)[expert]
     out = (parts * factors[:, None]).sum(-1) * mul
     if hidden_clamp is not None:
-        out = out.clamp(-hidden_clamp, hidden_clamp)
+        out = clamp(out, -hidden_clamp, hidden_clamp)
     padded = torch.zeros(len(rows), x.shape[-1], dtype=out.dtype, device=out.device)
     return padded.index_put((inside.nonzero()[:, 0],), out)
 
@@ -422,7 +430,7 @@ def swiglu_clamped(
     x: Tensor, alpha: float = 1.702, limit: float = 7.0, *, interleaved: bool = True, dtype
 ) -> Tensor:
     gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else halves(x)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate, up = clamp(gate, -math.inf, limit), clamp(up, -limit, limit)
     return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 

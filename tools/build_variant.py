@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from builder import compile as compiling
 from builder import package, toolchain
+from builder.archs import without_ptx
 from builder.compile import Toolchain, Unit
 from builder.config import BACKENDS, BuildConfig, load
 from builder.costs import read_costs
@@ -44,6 +45,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--archs",
         help="a comma-separated part of build.toml's GPU architectures, `all`, or `native` (this "
         "machine's GPU). Default: all; with --backend auto on a GPU machine, native",
+    )
+    parser.add_argument(
+        "--ptx",
+        action="store_true",
+        help="GPU code as a release has it: PTX where build.toml says so, and machine code of the "
+        "PTX of each architecture",
     )
     parser.add_argument("--source", type=Path, default=REPO_DIR, help="the folder of build.toml")
     parser.add_argument("--output", type=Path, help="where <variant> goes (default: build)")
@@ -167,6 +174,8 @@ def build(options: argparse.Namespace) -> Path:
         return output
     if options.sanitize and options.output is None:
         raise BuildError("--sanitize needs an --output of its own: what it makes is no release")
+    if not options.ptx:
+        config = without_ptx(config)
     torch = toolchain.find_torch(min(map(config.abi_version, config.stable_abi)))
     automatic = options.backend == "auto"
     backend, reason = choose_backend(torch) if automatic else (options.backend, "as asked")
@@ -179,7 +188,7 @@ def build(options: argparse.Namespace) -> Path:
     print(f"{name}: {ops_name} ({reason}; torch {torch.version})", flush=True)
 
     with locked(work):
-        units = compiling.plan(config, backend, tools, wanted, ops_name)
+        units = compiling.plan(config, backend, tools, wanted, ops_name, shared_ptx=not options.ptx)
         library = f"{ops_name}.abi3.so"
         ninja = compiling.ninja_file(units, tools, backend, library, options.jobs)
         compiling.sync_sources(config, backend, tools, work)
@@ -188,7 +197,7 @@ def build(options: argparse.Namespace) -> Path:
         archs = {
             arch
             for section in config.for_backend(backend)
-            for arch in compiling.select_archs(section, wanted)
+            for arch in compiling.select_archs(section, wanted, tools.cuda and tools.cuda.version)
         }
         variant = output / name
         changed = package.assemble(

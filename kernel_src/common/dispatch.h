@@ -23,7 +23,7 @@ inline gpuError dispatch_dtype(DType dtype, F&& f) {
 }
 
 // Calls f(TypeTag<activation>, TypeTag<output>) for the pairs that operators support: equal types,
-// and float32 with either half type. False for any other pair.
+// and float32 with either half-precision dtype. False for any other pair.
 template <typename F>
 [[nodiscard]] inline bool dispatch_activation_output(DType activation, DType output, F&& f) {
   const auto with_activation = [&](auto tag, DType own) {

@@ -1,8 +1,5 @@
 // float8_e4m3fn: four bits of exponent, whose bias is 7, three of mantissa, NaN, and no infinities.
 // All conversions here are exact.
-//
-// NOTE: included by CPU code, where functions must live in the namespace of the instruction set:
-// cpu/isa.h.
 #pragma once
 
 #include <cstdint>
@@ -16,22 +13,16 @@
 #include <hip/hip_runtime.h>
 #endif
 
-#if defined(__CUDACC__) || defined(__HIPCC__)
-#define FUSELAGE_FLOAT8 __device__ __forceinline__
-#define FUSELAGE_FLOAT8_NAMESPACE fuselage
-#else
-#define FUSELAGE_FLOAT8 FUSELAGE_INLINE
-#define FUSELAGE_FLOAT8_NAMESPACE fuselage::cpu::FUSELAGE_ISA
-#endif
+#include "common/shared.h"
 
-namespace FUSELAGE_FLOAT8_NAMESPACE {
+namespace FUSELAGE_SHARED_NAMESPACE {
 
 struct Float8 {
   uint8_t bits;
 };
 
 // NOTE: subnormals by a product, so that a CPU that takes subnormal float32 for zero has them, too.
-FUSELAGE_FLOAT8 float to_float(Float8 value) {
+FUSELAGE_SHARED float to_float(Float8 value) {
   const uint32_t bits = value.bits;
   const uint32_t normal_bits = ((bits & 0x7f) << 20) + (120u << 23), nan_bits = 0x7fc00000u;
   float normal, nan;
@@ -86,7 +77,4 @@ __device__ __forceinline__ void e4m3x4_to_float16(uint32_t four, uint32_t& first
 
 #endif
 
-}  // namespace FUSELAGE_FLOAT8_NAMESPACE
-
-#undef FUSELAGE_FLOAT8_NAMESPACE
-#undef FUSELAGE_FLOAT8
+}  // namespace FUSELAGE_SHARED_NAMESPACE

@@ -1,6 +1,6 @@
 // Activations, gated activations and fused epilogues: what the GPU (gate/activation.cu) and CPU
-// (cpu/activation.cpp) kernels are given. All are element-wise, so one forward struct serves every
-// operator of the family, and one backward struct every gradient. The activations:
+// (gate/activation_cpu.cpp) kernels are given. All are element-wise, so one forward struct serves
+// every operator of the family, and one backward struct every gradient. The activations:
 // gate/activation_math.h.
 //
 //   add:           out = act(x + bias + alpha * y)        bias and y may be left out

@@ -12,22 +12,12 @@
 // Large arguments: everything is built on e^-|v|, which does not overflow, so results have no inf
 // or NaN that the formula has not. Nothing is got by subtracting from one what is close to it, so
 // that the tails are relatively accurate, as if the argument had been rounded to float32 once more.
-//
-// NOTE: included by CPU code, where functions must live in the namespace of the instruction set:
-// cpu/isa.h.
 #pragma once
 
+#include "common/shared.h"
 #include "gate/activation.h"
 
-#if defined(__CUDACC__) || defined(__HIPCC__)
-#define FUSELAGE_MATH __device__ __forceinline__
-#define FUSELAGE_MATH_NAMESPACE fuselage
-#else
-#define FUSELAGE_MATH FUSELAGE_INLINE
-#define FUSELAGE_MATH_NAMESPACE fuselage::cpu::FUSELAGE_ISA
-#endif
-
-namespace FUSELAGE_MATH_NAMESPACE {
+namespace FUSELAGE_SHARED_NAMESPACE {
 
 template <class Floats>
 struct ValueAndSlope {
@@ -41,7 +31,7 @@ struct Sigmoid {
 };
 
 template <class Math, class Floats = typename Math::Floats>
-FUSELAGE_MATH Sigmoid<Floats> sigmoid_of(Floats v) {
+FUSELAGE_SHARED Sigmoid<Floats> sigmoid_of(Floats v) {
   const Floats e = Math::exp_negative(Math::minus_absolute(v));
   const Floats larger = Math::reciprocal(1.0f + e);
   const Floats lesser = e * larger;
@@ -53,7 +43,7 @@ FUSELAGE_MATH Sigmoid<Floats> sigmoid_of(Floats v) {
 // Float32 results are within 5.8e-8, one ulp below 1: the larger e is the more of its error is in
 // the quotient, so P reaches further there.
 template <class Math, class Floats = typename Math::Floats>
-FUSELAGE_MATH ValueAndSlope<Floats> tanh_of(Floats v) {
+FUSELAGE_SHARED ValueAndSlope<Floats> tanh_of(Floats v) {
   constexpr float kSmall = Math::kRoundsToHalf ? 0.625f : 1.0f;
   const Floats size = Math::absolute(v);
   const Floats e = Math::exp_negative(-2.0f * size);
@@ -86,7 +76,7 @@ FUSELAGE_MATH ValueAndSlope<Floats> tanh_of(Floats v) {
 // The normal distribution: Phi(v), and its density. Phi(-a) = e^(-a^2 / 2) R(a) for a >= 0, where R
 // is a polynomial in t = 1 / (1 + 0.35 a), with a relative error of 3.2e-8.
 template <class Math, class Floats = typename Math::Floats>
-FUSELAGE_MATH ValueAndSlope<Floats> normal_distribution_of(Floats v) {
+FUSELAGE_SHARED ValueAndSlope<Floats> normal_distribution_of(Floats v) {
   const Floats t = Math::reciprocal(1.0f + 0.35f * Math::absolute(v));
   Floats p = -2.915788572e-2f * t + 1.440309192e-1f;
   p = p * t - 2.558390029e-1f;
@@ -104,7 +94,7 @@ FUSELAGE_MATH ValueAndSlope<Floats> normal_distribution_of(Floats v) {
 // act(v) and act'(v). What is not used of the two is not computed. The slopes of relu and relu2 are
 // those for v > 0: times_slope applies them.
 template <class Math, Activation kActivation, class Floats = typename Math::Floats>
-FUSELAGE_MATH ValueAndSlope<Floats> activate(Floats v) {
+FUSELAGE_SHARED ValueAndSlope<Floats> activate(Floats v) {
   const Floats zero = {};
   if constexpr (kActivation == Activation::none) {
     return {v, zero + 1.0f};
@@ -145,7 +135,7 @@ FUSELAGE_MATH ValueAndSlope<Floats> activate(Floats v) {
 // grad * act'(v), for a slope of `activate`. As in PyTorch a relu passes no gradient where v <= 0,
 // not even an infinite one, and passes it where v is NaN.
 template <class Math, Activation kActivation, class Floats = typename Math::Floats>
-FUSELAGE_MATH Floats times_slope(Floats grad, Floats v, Floats slope) {
+FUSELAGE_SHARED Floats times_slope(Floats grad, Floats v, Floats slope) {
   if constexpr (kActivation == Activation::relu) return Math::if_at_most(v, 0.0f, Floats{}, grad);
   if constexpr (kActivation == Activation::relu2)
     return Math::if_at_most(v, 0.0f, Floats{}, grad * slope);
@@ -165,15 +155,15 @@ struct AddFormula {
   static constexpr bool kHasBias = true;
   static constexpr bool kReadsInputs = kActivation != Activation::none;  // in the backward
 
-  static FUSELAGE_MATH Floats sum(Floats x, Floats y, const Scalars& scalars) {
+  static FUSELAGE_SHARED Floats sum(Floats x, Floats y, const Scalars& scalars) {
     if constexpr (kHasY) return x + scalars.alpha * y;
     return x;
   }
-  static FUSELAGE_MATH Floats forward(Floats x, Floats y, const Scalars& scalars) {
+  static FUSELAGE_SHARED Floats forward(Floats x, Floats y, const Scalars& scalars) {
     return activate<Math, kActivation>(sum(x, y, scalars)).value;
   }
-  static FUSELAGE_MATH void backward(Floats grad_out, Floats x, Floats y, const Scalars& scalars,
-                                     Floats& grad_x, Floats& grad_y) {
+  static FUSELAGE_SHARED void backward(Floats grad_out, Floats x, Floats y, const Scalars& scalars,
+                                       Floats& grad_x, Floats& grad_y) {
     grad_x = grad_out;
     if constexpr (kReadsInputs) {
       const Floats v = sum(x, y, scalars);
@@ -190,11 +180,11 @@ struct GateFormula {
   static constexpr bool kHasBias = false;
   static constexpr bool kReadsInputs = true;
 
-  static FUSELAGE_MATH Floats forward(Floats x, Floats y, const Scalars&) {
+  static FUSELAGE_SHARED Floats forward(Floats x, Floats y, const Scalars&) {
     return activate<Math, kActivation>(x).value * y;
   }
-  static FUSELAGE_MATH void backward(Floats grad_out, Floats x, Floats y, const Scalars&,
-                                     Floats& grad_x, Floats& grad_y) {
+  static FUSELAGE_SHARED void backward(Floats grad_out, Floats x, Floats y, const Scalars&,
+                                       Floats& grad_x, Floats& grad_y) {
     const ValueAndSlope<Floats> act = activate<Math, kActivation>(x);
     grad_x = times_slope<Math, kActivation>(grad_out * y, x, act.slope);
     grad_y = grad_out * act.value;
@@ -213,20 +203,20 @@ struct ClampedGateFormula {
     Sigmoid<Floats> s;
   };
   // NOTE: comparisons that a NaN passes unchanged.
-  static FUSELAGE_MATH Terms terms(Floats x, Floats y, const Scalars& scalars) {
+  static FUSELAGE_SHARED Terms terms(Floats x, Floats y, const Scalars& scalars) {
     const Floats limit = Floats{} + scalars.limit;
     const Floats g = Math::if_above(x, scalars.limit, limit, x);
     const Floats u =
         Math::if_above(y, scalars.limit, limit, Math::if_below(y, -scalars.limit, -limit, y));
     return {g, u, sigmoid_of<Math>(scalars.alpha * g)};
   }
-  static FUSELAGE_MATH Floats forward(Floats x, Floats y, const Scalars& scalars) {
+  static FUSELAGE_SHARED Floats forward(Floats x, Floats y, const Scalars& scalars) {
     const Terms t = terms(x, y, scalars);
     return t.g * t.s.of * (t.u + 1.0f);
   }
   // As in PyTorch a clamp passes the gradient at its limits, and none where its argument is NaN.
-  static FUSELAGE_MATH void backward(Floats grad_out, Floats x, Floats y, const Scalars& scalars,
-                                     Floats& grad_x, Floats& grad_y) {
+  static FUSELAGE_SHARED void backward(Floats grad_out, Floats x, Floats y, const Scalars& scalars,
+                                       Floats& grad_x, Floats& grad_y) {
     const Floats zero = {};
     const Terms t = terms(x, y, scalars);
     const Floats value = t.g * t.s.of;
@@ -236,4 +226,4 @@ struct ClampedGateFormula {
   }
 };
 
-}  // namespace FUSELAGE_MATH_NAMESPACE
+}  // namespace FUSELAGE_SHARED_NAMESPACE

@@ -1,6 +1,6 @@
-// Layer norm and the adaptive norms: what the GPU (norm/ada_norm.cu) and CPU (cpu/ada_norm.cpp)
-// kernels are given. One forward struct serves layer_norm, ada_layer_norm, ada_rms_norm and
-// gate_residual_ada_norm, one backward struct all their gradients.
+// Layer norm and the adaptive norms: what the GPU (norm/ada_norm.cu) and CPU
+// (norm/ada_norm_cpu.cpp) kernels are given. One forward struct serves layer_norm, ada_layer_norm,
+// ada_rms_norm and gate_residual_ada_norm, one backward struct all their gradients.
 //
 //   s    = x                                   (without residual)
 //   s    = round(residual + gate * x)          (gate_residual_ada_norm, rounded to x's type)

@@ -43,8 +43,6 @@ inline bool is_aligned(const AdaNormBackward& p) {
          rows(p.grad_shift, p.dim);
 }
 
-constexpr int kAdaNormThreads = 512;  // of a block, at most
-
 inline RowPolicy ada_norm_forward_policy(const DeviceInfo& device, bool aligned,
                                          const AdaNormForward& p) {
   return row_forward_policy(device, {p.rows, p.dim, dtype_size(p.dtype), aligned});

@@ -1,5 +1,5 @@
-// PolyNorm: what the GPU (norm/poly_norm.cu) and CPU (cpu/poly_norm.cpp) kernels are given. One
-// struct each way serves poly_norm, fused_mul_poly_norm and grouped_poly_norm.
+// PolyNorm: what the GPU (norm/poly_norm.cu) and CPU (norm/poly_norm_cpu.cpp) kernels are given.
+// One struct each way serves poly_norm, fused_mul_poly_norm and grouped_poly_norm.
 //
 //   r0, r1, r2 = 1 / sqrt(mean(x^6, x^4, x^2) + eps)
 //   y   = w0 * x^3 * r0 + w1 * x^2 * r1 + w2 * x * r2 + b

@@ -1,4 +1,4 @@
-// Root mean square normalisation: what the GPU (norm/rms_norm.cu) and CPU (cpu/rms_norm.cpp)
+// Root mean square normalisation: what the GPU (norm/rms_norm.cu) and CPU (norm/rms_norm_cpu.cpp)
 // kernels are given. One forward struct serves rms_norm and fused_add_rms_norm, one backward struct
 // both gradients.
 //

@@ -196,6 +196,13 @@ struct RowBackwardThread {
     }
   }
 
+  __device__ __forceinline__ void read_vector(int64_t row, int stage, int j, float (&grad_out)[N],
+                                              float (&s)[N], float (&f)[N]) const {
+    staged.template read<O>(row, stage, 0, j, grad_out);
+    staged.template read<T>(row, stage, 1, j, s);
+    factors.get(j, f);
+  }
+
   // The row's sums over its columns, of which each thread has some.
   __device__ __forceinline__ void add_terms(int64_t row, int stage, const RowMoments& moments,
                                             bool lost, float (&row_sums)[Op::kRowSums]) const {
@@ -203,9 +210,7 @@ struct RowBackwardThread {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       float grad_out[N], s[N], f[N];
-      staged.template read<O>(row, stage, 0, j, grad_out);
-      staged.template read<T>(row, stage, 1, j, s);
-      factors.get(j, f);
+      read_vector(row, stage, j, grad_out, s, f);
 #pragma unroll
       for (int i = 0; i < Op::kRowSums; ++i) terms[j][i] = 0.0f;
       Op::terms(grad_out, f, s, moments, terms[j]);
@@ -233,9 +238,7 @@ struct RowBackwardThread {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       float grad_out[N], s[N], f[N];
-      staged.template read<O>(row, stage, 0, j, grad_out);
-      staged.template read<T>(row, stage, 1, j, s);
-      factors.get(j, f);
+      read_vector(row, stage, j, grad_out, s, f);
       if (lost) Vector<float, N>::zero().to_floats(s);  // it may be infinite
       const auto read = [&](int tensor, float(&values)[N]) {
         staged.template read<T>(row, stage, tensor, j, values);

@@ -104,7 +104,6 @@ __global__ void __launch_bounds__(kRows > 1 ? kForwardShortThreads
   using Stats = typename Op::Stats;
   constexpr int N = 16 / sizeof(T);
   constexpr int kStep = kWarpSize * N;  // columns between a thread's vectors
-  constexpr int kItems = kRows * kVectors;
   if constexpr (kAligned && kClusters && !kCompilesClusters) return;
   const int cluster = kClusters && kCompilesClusters ? blocks_in_cluster : 1;
   __shared__ RowSumScratch<Op::kShared> scratch[1];

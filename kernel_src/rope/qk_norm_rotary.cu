@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kQkNormThreads, !kAligned     ? 1
   // Past the last head of the unit they stay at it.
   const T* x = head_of<T>(side.x, at, first_head);
   T* out = head_of<T>(side.out, at, first_head);
-  const TableRow table = table_row(p.table, at);
+  const KnownRow table = known_row(p.table, at);
   Rotation<M> rotation;
   float f1[M], f2[M];
   const auto load_factors = [&](int start) {
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(kQkNormThreads, kAligned ? kQkNormBackwardBloc
           grad_out += exists(i + 1) ? side.grad_out.head_stride : 0;
         }
         if (done == 0 && item.rotated) {
-          load_rotation<T, kAligned>(p.table, p.shape, table_row(p.table, here),
+          load_rotation<T, kAligned>(p.table, p.shape, known_row(p.table, here),
                                      item_of(layout, p.shape, opaque(threadIdx.x), N), item.column,
                                      interleaved, true, rotation);
         }

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kRotaryThreads, kAligned ? 3 : 1)
   }
   Rotation<N> rotation;
   if (inside && item.rotated) {
-    load_rotation<T, kAligned>(p.table, p.shape, table_row(p.table, at), item, item.column,
+    load_rotation<T, kAligned>(p.table, p.shape, known_row(p.table, at), item, item.column,
                                interleaved, p.inverse, rotation);
   }
 #pragma unroll

@@ -1,5 +1,5 @@
 // Rotary position embedding, alone and after a norm of each head: what the GPU (rope/*.cu) and CPU
-// (cpu/rotary.cpp) kernels are given. q and k share one launch; either kernel serves q alone.
+// (rope/rotary_cpu.cpp) kernels are given. q and k share one launch; either kernel serves q alone.
 //
 // A pair (x1, x2) of a head is two elements rotary_dim / 2 apart, or neighbours where interleaved.
 // With the columns j1 and j2 of its elements (in a table of half width both have one column):

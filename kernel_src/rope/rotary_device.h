@@ -7,6 +7,7 @@
 #include "common/dispatch.h"
 #include "common/quotient.h"
 #include "common/vector.h"
+#include "rope/rotary_math.h"
 #include "rope/rotary_policy.h"
 
 namespace fuselage {
@@ -39,19 +40,9 @@ __device__ __forceinline__ Item item_of(const HeadLayout& layout, const RotarySh
           false};
 }
 
-struct Token {
-  int64_t batch, token;
-};
-
 __device__ __forceinline__ Token token_of(const Divisor& tokens, int64_t index) {
   const int64_t batch = quotient(index, tokens);
   return {batch, index - batch * tokens.value};
-}
-
-template <typename T>
-__device__ __forceinline__ T* head_of(const Heads& heads, const Token& at, int64_t head) {
-  return static_cast<T*>(heads.data) + at.batch * heads.batch_stride +
-         at.token * heads.token_stride + head * heads.head_stride;
 }
 
 // Columns [column, column + N) of a row of `size` that starts anywhere; zero past its end.
@@ -100,33 +91,26 @@ struct Rotation {
   float cos1[N], cos2[N], sin1[N], sin2[N];
 };
 
-// Where in the tables a token's cos and sin begin.
-struct TableRow {
-  int64_t cos, sin;
-  bool known;  // the position is one of the tables'
+// A token's row of the tables. Of a position that they do not have it is the first one.
+struct KnownRow {
+  TableRow start;
+  bool known;
 };
 
-__device__ __forceinline__ TableRow table_row(const RotaryTable& table, const Token& at) {
-  int64_t position = table.offset + table.step * at.token;
-  if (table.positions != nullptr) {
-    const int64_t index =
-        at.batch * table.position_batch_stride + at.token * table.position_token_stride;
-    position += table.narrow_positions ? static_cast<const int32_t*>(table.positions)[index]
-                                       : static_cast<const int64_t*>(table.positions)[index];
-  }
+__device__ __forceinline__ KnownRow known_row(const RotaryTable& table, const Token& at) {
+  int64_t position = position_of(table, at);
   const bool known = position >= 0 && position < table.rows;
   if (!known) position = 0;
-  return {at.batch * table.cos_batch_stride + position * table.cos_stride,
-          at.batch * table.sin_batch_stride + position * table.sin_stride, known};
+  return {table_row(table, at, position), known};
 }
 
 // Of N of the columns of an item's vectors, from `column` on.
 template <bool kAligned, typename C, int N>
 __device__ __forceinline__ void load_rotation_as(const RotaryTable& table, const RotaryShape& shape,
-                                                 const TableRow& row, const Item& item, int column,
+                                                 const KnownRow& row, const Item& item, int column,
                                                  bool interleaved, bool inverse, Rotation<N>& r) {
-  const C* cos = static_cast<const C*>(table.cos) + row.cos;
-  const C* sin = static_cast<const C*>(table.sin) + row.sin;
+  const C* cos = static_cast<const C*>(table.cos) + row.start.cos;
+  const C* sin = static_cast<const C*>(table.sin) + row.start.sin;
   const int dim = static_cast<int>(shape.rotary_dim);
   float first[N], second[N];  // sin of either vector's own columns
   if (interleaved) {
@@ -161,10 +145,7 @@ __device__ __forceinline__ void load_rotation_as(const RotaryTable& table, const
     table_columns<kAligned>(cos, sin, column, second_start + column, half, second_start + half,
                             r.cos1, r.cos2, first, second);
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      r.sin1[i] = inverse ? second[i] : -first[i];
-      r.sin2[i] = inverse ? -first[i] : second[i];
-    }
+    for (int i = 0; i < N; ++i) sine_factors(first[i], second[i], inverse, r.sin1[i], r.sin2[i]);
   }
   if (!row.known) {
 #pragma unroll
@@ -174,7 +155,7 @@ __device__ __forceinline__ void load_rotation_as(const RotaryTable& table, const
 
 template <typename T, bool kAligned, int N>
 __device__ __forceinline__ void load_rotation(const RotaryTable& table, const RotaryShape& shape,
-                                              const TableRow& row, const Item& item, int column,
+                                              const KnownRow& row, const Item& item, int column,
                                               bool interleaved, bool inverse, Rotation<N>& r) {
   if (sizeof(T) == sizeof(float) || table.dtype == DType::float32) {
     load_rotation_as<kAligned, float>(table, shape, row, item, column, interleaved, inverse, r);

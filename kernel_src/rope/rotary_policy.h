@@ -42,7 +42,7 @@ inline bool is_aligned(const Rotary& p, int vector) {
   return aligned_shape(p.shape, vector) && aligned_table(p.table, vector) && side(p.q) && side(p.k);
 }
 
-// Elements of a vector of apply_rotary, of any type. More of a half type would be fewer
+// Elements of a vector of apply_rotary, of any type. More in half precision would be fewer
 // instructions, but the cos and sin of a pair of vectors are four times as many floats: registers
 // are what limits the bytes under way.
 constexpr int kRotaryVector = 4;
@@ -159,8 +159,8 @@ constexpr int qk_norm_backward_heads(int64_t element_size) {
   return static_cast<int>(8 / element_size);
 }
 
-// Two vectors of float32 a thread, less what whole warps of either part may waste. Half types stop
-// there too: no model has longer heads.
+// Two vectors of float32 a thread, less what whole warps of either part may waste. Half precision
+// stops there too: no model has longer heads.
 inline int64_t qk_norm_max_dim(const RotaryShape& shape) {
   return shape.dtype == DType::float32 && shape.rotary_dim < shape.dim ? 1536 : 2048;
 }

@@ -11,22 +11,13 @@
 //   to_integers(f)     towards zero
 //   words_of(f), integers_of(f), floats_of(i)     the same bits
 //   absolute(f)
-//
-// NOTE: included by CPU code, where functions must live in the namespace of the instruction set:
-// cpu/isa.h.
 #pragma once
 
 #include <cstdint>
 
-#if defined(__CUDACC__) || defined(__HIPCC__)
-#define FUSELAGE_SAMPLE __device__ __forceinline__
-#define FUSELAGE_SAMPLE_NAMESPACE fuselage
-#else
-#define FUSELAGE_SAMPLE FUSELAGE_INLINE
-#define FUSELAGE_SAMPLE_NAMESPACE fuselage::cpu::FUSELAGE_ISA
-#endif
+#include "common/shared.h"
 
-namespace FUSELAGE_SAMPLE_NAMESPACE {
+namespace FUSELAGE_SHARED_NAMESPACE {
 
 // ---- random words ----
 
@@ -43,17 +34,17 @@ struct WordProduct {
 
 // Products with Philox's two factors.
 struct WholeProducts {
-  static FUSELAGE_SAMPLE WordProduct split(uint64_t product) {
+  static FUSELAGE_SHARED WordProduct split(uint64_t product) {
     return {static_cast<uint32_t>(product >> 32), static_cast<uint32_t>(product)};
   }
-  static FUSELAGE_SAMPLE WordProduct first(uint32_t v) { return split(uint64_t{kPhiloxFirst} * v); }
-  static FUSELAGE_SAMPLE WordProduct second(uint32_t v) {
+  static FUSELAGE_SHARED WordProduct first(uint32_t v) { return split(uint64_t{kPhiloxFirst} * v); }
+  static FUSELAGE_SHARED WordProduct second(uint32_t v) {
     return split(uint64_t{kPhiloxSecond} * v);
   }
 };
 
 template <class Products>
-FUSELAGE_SAMPLE void philox_round(PhiloxWords& counter, uint32_t k0, uint32_t k1) {
+FUSELAGE_SHARED void philox_round(PhiloxWords& counter, uint32_t k0, uint32_t k1) {
   uint32_t(&c)[4] = counter.words;
   const WordProduct first = Products::first(c[0]), second = Products::second(c[2]);
   const uint32_t c0 = second.high ^ c[1] ^ k0, c2 = first.high ^ c[3] ^ k1;
@@ -64,14 +55,14 @@ FUSELAGE_SAMPLE void philox_round(PhiloxWords& counter, uint32_t k0, uint32_t k1
 }
 
 // The keys of the next round.
-FUSELAGE_SAMPLE void philox_next_keys(uint32_t& k0, uint32_t& k1) {
+FUSELAGE_SHARED void philox_next_keys(uint32_t& k0, uint32_t& k1) {
   k0 += 0x9e3779b9u;
   k1 += 0xbb67ae85u;
 }
 
 // Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
 template <class Products = WholeProducts>
-FUSELAGE_SAMPLE PhiloxWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
+FUSELAGE_SHARED PhiloxWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
                                    uint32_t k1) {
   PhiloxWords counter{{c0, c1, c2, c3}};
 #if defined(__CUDACC__) || defined(__HIPCC__)
@@ -93,7 +84,7 @@ struct NoiseKey {
 
 // The words of a number, for one of a row's samples.
 template <class Products>
-FUSELAGE_SAMPLE PhiloxWords noise_words(const NoiseKey& key, int64_t number, uint32_t offset_high,
+FUSELAGE_SHARED PhiloxWords noise_words(const NoiseKey& key, int64_t number, uint32_t offset_high,
                                         int sample) {
   return philox<Products>(static_cast<uint32_t>(number), key.stream + static_cast<uint32_t>(sample),
                           key.offset[0], offset_high, key.key[0], key.key[1]);
@@ -118,21 +109,21 @@ struct NoiseGroup {
 
 static_assert(kNoiseGroup == 1 << 4, "group_of and the position take four bits");
 
-FUSELAGE_SAMPLE NoiseGroup noise_group_of(const PhiloxWords& noise) {
+FUSELAGE_SHARED NoiseGroup noise_group_of(const PhiloxWords& noise) {
   return {noise.words[0], noise.words[1] >> 28};
 }
 
 // The number of a logit's group.
-FUSELAGE_SAMPLE int64_t group_of(int64_t index) { return index >> 4; }
+FUSELAGE_SHARED int64_t group_of(int64_t index) { return index >> 4; }
 
 template <class Products = WholeProducts>
-FUSELAGE_SAMPLE NoiseGroup noise_group(const NoiseKey& key, int64_t group, int sample) {
+FUSELAGE_SHARED NoiseGroup noise_group(const NoiseKey& key, int64_t group, int sample) {
   return noise_group_of(noise_words<Products>(key, group, key.offset[1], sample));
 }
 
 // The own word of a logit. Offsets are not negative: their highest bit tells these words from those
 // of groups.
-FUSELAGE_SAMPLE uint32_t noise_word(const NoiseKey& key, int64_t index, int sample) {
+FUSELAGE_SHARED uint32_t noise_word(const NoiseKey& key, int64_t index, int sample) {
   const PhiloxWords noise =
       noise_words<WholeProducts>(key, index >> 2, key.offset[1] ^ 0x80000000u, sample);
   // NOTE: words in registers have no run-time index.
@@ -147,7 +138,7 @@ FUSELAGE_SAMPLE uint32_t noise_word(const NoiseKey& key, int64_t index, int samp
 // relative error of 4.6e-8 (all here are fitted by weighted least squares), a sixth of which is
 // left in the result.
 template <class Math, class Floats = typename Math::Floats>
-FUSELAGE_SAMPLE Floats log_of_split(Floats f, Floats exponent) {
+FUSELAGE_SHARED Floats log_of_split(Floats f, Floats exponent) {
   Floats p = Math::fma(f, -0.12594892f, 0.13754526f);
   p = Math::fma(p, f, -0.12250531f);
   p = Math::fma(p, f, 0.1405461f);
@@ -166,7 +157,7 @@ struct Split {
 
 // Of a normal, positive number: 1 + f is in [2/3, 4/3).
 template <class Math, class Floats = typename Math::Floats>
-FUSELAGE_SAMPLE Split<Floats> split(Floats value) {
+FUSELAGE_SHARED Split<Floats> split(Floats value) {
   const typename Math::Integers bits = Math::integers_of(value);
   const typename Math::Integers exponent = (bits - 0x3f2aaaab) >> 23;
   // A product, which the compiler makes a shift: C++17 shifts no negative value.
@@ -174,7 +165,7 @@ FUSELAGE_SAMPLE Split<Floats> split(Floats value) {
 }
 
 template <class Math, class Floats = typename Math::Floats>
-FUSELAGE_SAMPLE Floats log_of_normal(Floats value) {
+FUSELAGE_SHARED Floats log_of_normal(Floats value) {
   const Split<Floats> s = split<Math>(value);
   return log_of_split<Math>(s.f, s.exponent);
 }
@@ -183,7 +174,7 @@ FUSELAGE_SAMPLE Floats log_of_normal(Floats value) {
 // 22.9]. The distance of (x + 1/2) / 2^32 to the nearer of 0 and 1 is what is rounded to float32,
 // so that both tails are exact to a few units of the last place.
 template <class Math, class Floats = typename Math::Floats>
-FUSELAGE_SAMPLE Floats exponential_of(typename Math::Words word) {
+FUSELAGE_SHARED Floats exponential_of(typename Math::Words word) {
   using Integers = typename Math::Integers;
   const Integers x = Math::signed_of(word);
   const Floats distance =
@@ -200,13 +191,13 @@ FUSELAGE_SAMPLE Floats exponential_of(typename Math::Words word) {
 // The smallest exponential of a group. NOTE: exact, so that it does not matter how a sum with it is
 // rounded.
 template <class Math, class Floats = typename Math::Floats>
-FUSELAGE_SAMPLE Floats min_of_group(typename Math::Words word) {
+FUSELAGE_SHARED Floats min_of_group(typename Math::Words word) {
   return exponential_of<Math>(word) * (1.0f / kNoiseGroup);
 }
 
 // The noise of a logit of the group: a draw of the Gumbel distribution, in [-3.2, 25.7].
 template <class Math>
-FUSELAGE_SAMPLE float noise_of(const NoiseKey& key, const NoiseGroup& group, int64_t index,
+FUSELAGE_SHARED float noise_of(const NoiseKey& key, const NoiseGroup& group, int64_t index,
                                int sample) {
   float exponential = min_of_group<Math>(group.min_word);
   if (group.position != static_cast<uint64_t>(index) % kNoiseGroup)
@@ -215,7 +206,7 @@ FUSELAGE_SAMPLE float noise_of(const NoiseKey& key, const NoiseGroup& group, int
 }
 
 template <class Math>
-FUSELAGE_SAMPLE float noise_of(const NoiseKey& key, int64_t index, int sample) {
+FUSELAGE_SHARED float noise_of(const NoiseKey& key, int64_t index, int sample) {
   const NoiseGroup group = noise_group(key, group_of(index), sample);
   return noise_of<Math>(key, group, index, sample);
 }
@@ -229,7 +220,7 @@ constexpr float kMinNoise = -3.25f;
 constexpr float kNoiseBoundError = 0.33f, kNoiseBoundTight = 3.2f;
 
 template <class Math, class Floats = typename Math::Floats>
-FUSELAGE_SAMPLE Floats noise_bound(typename Math::Words word) {
+FUSELAGE_SHARED Floats noise_bound(typename Math::Words word) {
   using Integers = typename Math::Integers;
   const Integers x = Math::signed_of(word);
   // Near 1, -log(1 - d) is between d and 2 log(2) d. log2(d) is at least its linear interpolation,
@@ -249,7 +240,7 @@ struct SplitExp {
 
 // e^v, as long as the exponent is small.
 template <class Math>
-FUSELAGE_SAMPLE SplitExp split_exp(float v) {
+FUSELAGE_SHARED SplitExp split_exp(float v) {
   // Adding and taking away 1.5 * 2^23 rounds to an integer.
   const float k = Math::fma(v, 1.4426950408889634f, 12582912.0f) - 12582912.0f;
   float r = Math::fma(k, -0.693359375f, v);
@@ -269,7 +260,7 @@ FUSELAGE_SAMPLE SplitExp split_exp(float v) {
 constexpr int kWeightBits = 40;
 constexpr int kWeightCountBits = 64 - kWeightBits;
 
-FUSELAGE_SAMPLE int weight_shift(int64_t vocab) {
+FUSELAGE_SHARED int weight_shift(int64_t vocab) {
   int shift = 0;
   while (vocab >> (kWeightCountBits + shift) != 0) ++shift;
   return shift;
@@ -279,7 +270,7 @@ constexpr float kZeroWeightDistance = -28.5f;  // distances up to this one have 
 
 // e^distance in those units, for distance <= 0. Zero for NaN.
 template <class Math>
-FUSELAGE_SAMPLE uint64_t weight_of(float distance, int shift = 0) {
+FUSELAGE_SHARED uint64_t weight_of(float distance, int shift = 0) {
   if (!(distance > kZeroWeightDistance)) return 0;
   const SplitExp e = split_exp<Math>(distance);
   const uint64_t mantissa = static_cast<uint64_t>(static_cast<uint32_t>(e.factor * 16777216.0f))
@@ -290,20 +281,20 @@ FUSELAGE_SAMPLE uint64_t weight_of(float distance, int shift = 0) {
 
 // Log of a sum of weights in units of the largest.
 template <class Math>
-FUSELAGE_SAMPLE float log_of_weights(uint64_t sum, int shift) {
+FUSELAGE_SHARED float log_of_weights(uint64_t sum, int shift) {
   const float unit = static_cast<float>(1 << shift) * 9.0949470177292824e-13f;  // 2^(shift - 40)
   return log_of_normal<Math>(static_cast<float>(sum) * unit);
 }
 
 // Larger floats have larger keys, and equal floats equal ones. Never 0, which stands for no value.
 template <class Math>
-FUSELAGE_SAMPLE uint32_t key_of(float value) {
+FUSELAGE_SHARED uint32_t key_of(float value) {
   const uint32_t bits = Math::word_of(value + 0.0f);
   return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
 }
 
 template <class Math>
-FUSELAGE_SAMPLE float value_of_key(uint32_t key) {
+FUSELAGE_SHARED float value_of_key(uint32_t key) {
   return Math::float_of(key >> 31 != 0 ? key & 0x7fffffffu : ~key);
 }
 
@@ -317,12 +308,12 @@ constexpr int kNearDistanceBins = 1792;
 
 // For distances not beyond 500.
 template <class Math>
-FUSELAGE_SAMPLE int near_distance_bin(float distance) {
+FUSELAGE_SHARED int near_distance_bin(float distance) {
   return (Math::integers_of(4.0f - distance) - 0x40800000) >> 15;  // the bits of 4.0
 }
 
 template <class Math>
-FUSELAGE_SAMPLE int distance_bin(float distance) {
+FUSELAGE_SHARED int distance_bin(float distance) {
   // NaN counts as infinitely far. NOTE: it may have either sign.
   const int32_t bits =
       distance <= 0.0f ? Math::integers_of(4.0f - distance) - 0x40800000 : 0x7f800000 - 0x40800000;
@@ -333,13 +324,13 @@ FUSELAGE_SAMPLE int distance_bin(float distance) {
 
 // The distance, at most zero, of a logit from the row's maximum, over temperature. NOTE: that of an
 // infinity from an equal one is 0.
-FUSELAGE_SAMPLE float distance_of(float logit, float max_logit, float inv_temperature) {
+FUSELAGE_SHARED float distance_of(float logit, float max_logit, float inv_temperature) {
   return logit == max_logit ? 0.0f : (logit - max_logit) * inv_temperature;
 }
 
 // The lowest key whose distance from the maximum is at least `lowest`.
 template <class Math>
-FUSELAGE_SAMPLE uint32_t key_at_distance(float lowest, float max_logit, float inv_temperature) {
+FUSELAGE_SHARED uint32_t key_at_distance(float lowest, float max_logit, float inv_temperature) {
   uint32_t low = kKeyOfMinusInfinity, high = key_of<Math>(max_logit);
   while (low < high) {
     const uint32_t middle = low + (high - low) / 2;
@@ -354,7 +345,7 @@ FUSELAGE_SAMPLE uint32_t key_at_distance(float lowest, float max_logit, float in
 }
 
 // `share` of a sum of weights, at least one.
-FUSELAGE_SAMPLE uint64_t weights_needed(float share, uint64_t sum) {
+FUSELAGE_SHARED uint64_t weights_needed(float share, uint64_t sum) {
   const double wanted = static_cast<double>(share) * static_cast<double>(sum);
   uint64_t needed = static_cast<uint64_t>(wanted);
   if (static_cast<double>(needed) < wanted) ++needed;
@@ -368,20 +359,20 @@ FUSELAGE_SAMPLE uint64_t weights_needed(float share, uint64_t sum) {
 // power of two, where that is more than 1. So they are rounded, and ordered, as without it. This is
 // a score of 1 in that unit.
 template <class Math>
-FUSELAGE_SAMPLE float score_unit(float inv_temperature) {
+FUSELAGE_SHARED float score_unit(float inv_temperature) {
   const int32_t exponent = (Math::integers_of(inv_temperature) + 0x7fffff) >> 23;  // rounded up
   return exponent <= 127 ? 1.0f : Math::floats_of((254 - exponent) << 23);
 }
 
 // `scale` is 1 / temperature in that unit.
 template <class Math>
-FUSELAGE_SAMPLE float score_of(float logit, float noise, float scale, float unit) {
+FUSELAGE_SHARED float score_of(float logit, float noise, float scale, float unit) {
   return Math::fma(logit, scale, noise * unit);
 }
 
 // logit / temperature + more, of a finite logit the nearest finite number.
 template <class Math>
-FUSELAGE_SAMPLE float tempered(float logit, float inv_temperature, float more) {
+FUSELAGE_SHARED float tempered(float logit, float inv_temperature, float more) {
   constexpr float kMax = 3.40282347e+38f;
   const float value = Math::fma(logit, inv_temperature, more);
   if (value > kMax && logit <= kMax) return kMax;
@@ -392,7 +383,7 @@ FUSELAGE_SAMPLE float tempered(float logit, float inv_temperature, float more) {
 
 // cap * tanh(logit / cap).
 template <class Math>
-FUSELAGE_SAMPLE float soft_capped(float logit, float cap) {
+FUSELAGE_SHARED float soft_capped(float logit, float cap) {
   const float v = logit / cap;
   const float size = v < 0.0f ? -v : v;
   if (size < 0.62f) {
@@ -412,4 +403,4 @@ FUSELAGE_SAMPLE float soft_capped(float logit, float cap) {
   return v < 0.0f ? -cap * tanh : cap * tanh;
 }
 
-}  // namespace FUSELAGE_SAMPLE_NAMESPACE
+}  // namespace FUSELAGE_SHARED_NAMESPACE

@@ -31,7 +31,7 @@ __device__ __forceinline__ float product(float a, float b) {
 
 __device__ __forceinline__ float logit_of_sum(const LmHead& p, float sum, int64_t vocab) {
   if (p.weight_scale != nullptr) sum = product(sum, p.weight_scale[p.scale_per_row ? vocab : 0]);
-  if (p.bias != nullptr) sum += element_of(p.bias, p.bias_dtype, vocab);
+  if (p.bias != nullptr) sum += load_value(p.bias, p.bias_dtype, vocab);
   if (p.softcap != 0.0f) sum = soft_capped<SampleMath>(sum, p.softcap);
   return sum;
 }

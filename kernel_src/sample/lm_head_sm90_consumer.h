@@ -195,9 +195,9 @@ __device__ __forceinline__ void finish_logits(const HeadDraw& p, const Block<Tra
   }
   if (p.bias != nullptr) {
     const float upper_bias =
-        rows.has_upper && warp < units ? element_of(p.bias, p.bias_dtype, rows.upper) : 0.0f;
+        rows.has_upper && warp < units ? load_value(p.bias, p.bias_dtype, rows.upper) : 0.0f;
     const float lower_bias =
-        rows.has_lower && warp < units ? element_of(p.bias, p.bias_dtype, rows.lower) : 0.0f;
+        rows.has_lower && warp < units ? load_value(p.bias, p.bias_dtype, rows.lower) : 0.0f;
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) logits[i] += i & 2 ? lower_bias : upper_bias;
   }

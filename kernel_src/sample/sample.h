@@ -152,7 +152,6 @@ struct LmHeadSample {
   void* workspace;
 };
 
-#if defined(CUDA_KERNEL) || defined(ROCM_KERNEL) || defined(__CUDACC__) || defined(__HIPCC__)
 namespace gpu {
 
 // Advances the offset of a batch without rows.
@@ -185,6 +184,5 @@ int64_t lm_head_sample_workspace(const LmHeadSample& p, int device);
 const char* lm_head_sample(const LmHeadSample& p, int device, void* stream);
 
 }  // namespace gpu
-#endif
 
 }  // namespace fuselage

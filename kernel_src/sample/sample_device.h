@@ -5,6 +5,7 @@
 #include "common/dispatch.h"
 #include "common/ptx.h"
 #include "common/reduce.h"
+#include "common/runtime_dtype.h"
 #include "sample/gumbel.h"
 #include "sample/sample.h"
 
@@ -113,15 +114,6 @@ struct RowStrips {
     return maxima != nullptr && maxima[column / kStrip] < threshold;
   }
 };
-
-// An element of a tensor whose dtype is known at run time, such as a bias.
-__device__ __forceinline__ float element_of(const void* data, DType dtype, int64_t i) {
-  switch (dtype) {
-    case DType::float32: return static_cast<const float*>(data)[i];
-    case DType::float16: return to_float(static_cast<const float16*>(data)[i]);
-    default: return to_float(static_cast<const bfloat16*>(data)[i]);
-  }
-}
 
 // ---- candidates ----
 

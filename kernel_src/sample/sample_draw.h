@@ -42,7 +42,7 @@ struct LogitLoading {
 #pragma unroll
       for (int k = 0; k < kLogits; ++k) {
         if (column + k < dim)
-          logits[k] += element_of(p.bias, p.bias_dtype, row_number * p.bias_stride + column + k);
+          logits[k] += load_value(p.bias, p.bias_dtype, row_number * p.bias_stride + column + k);
       }
     }
     uint32_t mask = ~0u;

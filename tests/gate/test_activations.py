@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from harness import (
@@ -16,7 +18,7 @@ from harness import (
     on_devices,
 )
 from operators import GEGLU, SWIGLU_CLAMPED, act_and_mul_operator, plain_operator
-from reference import ACTIVATIONS, add_terms, swiglu_clamped_terms
+from reference import ACTIVATIONS, add_terms, clamp, swiglu_clamped_terms
 
 GATES = ("silu", "gelu", "gelu_tanh", "relu")
 PLAIN = [plain_operator(name) for name in ("gelu", "gelu_tanh", "gelu_quick", "relu2")]
@@ -102,7 +104,7 @@ def test_interleaved_rows_of_a_wider_tensor(fuselage, device, dtype, begin, dim)
 
 
 def test_the_clamp_passes_gradients_at_its_limits(fuselage, device):
-    """As torch.clamp: none beyond a limit, the gradient at the limit itself."""
+    """As torch.clamp before 2.15: none beyond a limit, the gradient at the limit itself."""
     gate = torch.tensor([1.5, 2.0, 2.5, -2.5, -2.0], device=device)
     up = torch.tensor([0.5, 2.0, 2.5, -2.5, -2.0], device=device)
     x = torch.stack([gate, up], -1).flatten().requires_grad_()
@@ -207,7 +209,8 @@ SELECTING = {
     "relu_and_mul": lambda gate, up: torch.relu(gate) * up,
     "mul_and_relu": lambda up, gate: torch.relu(gate) * up,
     "swiglu_clamped": lambda gate, up: (
-        (up.clamp(-7, 7) + 1) * (gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)))
+        (clamp(up, -7, 7) + 1)
+        * (clamp(gate, -math.inf, 7) * torch.sigmoid(1.702 * clamp(gate, -math.inf, 7)))
     ),
 }
 

@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from .archs import number, supported
 from .config import BuildConfig, Section
 from .costs import SECONDS_SUFFIX
 from .errors import BuildError
@@ -87,27 +88,32 @@ class Unit:
     label: str
 
 
-def select_archs(section: Section, wanted: list[str] | None) -> list[str]:
+def select_archs(
+    section: Section, wanted: list[str] | None, cuda: tuple[int, int] | None = None
+) -> list[str]:
     """The architectures `section` is compiled for: all that it lists, or those of `wanted`.
 
-    `9.0` stands for `9.0a`, too. A section without any of `wanted` is compiled for all of its own:
-    what calls its functions needs them, even on other GPUs.
+    `9.0` stands for `9.0a` and `9.0+PTX`, too. A section without any of `wanted` is compiled for
+    all of its own: what calls its functions needs them, even on other GPUs. What a toolkit of
+    version `cuda` does not know is left out.
     """
     if not any(path.endswith(".cu") for path in section.sources):
         return []
     if not section.archs:
         key = "cuda-capabilities" if section.backend == "cuda" else "rocm-archs"
         raise BuildError(f"build.toml: [{section.name}] compiles .cu files but has no {key}")
+    archs = supported(section.archs, cuda) if cuda else list(section.archs)
     if wanted is None:
-        return list(section.archs)
-    chosen = [arch for arch in section.archs if _is_wanted(arch, wanted)]
-    if all(arch.removesuffix("+PTX")[-1] in "af" for arch in section.archs):
-        return chosen or list(section.archs)
-    unknown = [arch for arch in wanted if not any(_is_wanted(own, [arch]) for own in section.archs)]
+        return archs
+    chosen = [arch for arch in archs if _is_wanted(arch, wanted)]
+    if all(arch.removesuffix("+PTX")[-1] in "af" for arch in archs):
+        return chosen or archs
+    unknown = [arch for arch in wanted if not any(_is_wanted(own, [arch]) for own in archs)]
     if unknown:
+        with_cuda = " with CUDA {}.{}".format(*cuda) if cuda else ""
         raise BuildError(
             f"{', '.join(sorted(unknown))}: not among the architectures of [{section.name}] in "
-            f"build.toml ({', '.join(section.archs)})"
+            f"build.toml{with_cuda} ({', '.join(archs)})"
         )
     return chosen
 
@@ -121,39 +127,49 @@ def _is_wanted(arch: str, wanted: list[str]) -> bool:
 _CODE_CHANGES_AT = 90
 
 
-def gencode_flags(archs: list[str]) -> list[str]:
+def gencode_flags(archs: list[str], shared_ptx: bool = True) -> list[str]:
     """nvcc's flags: machine code for each capability, and PTX for those marked `+PTX`.
 
     Machine code is made of the PTX of the lowest capability that is given the same code: to make
     PTX is half of the time, and for each capability would be the same again. What is for one GPU
-    alone (9.0a) has its own.
+    alone (9.0a), and what is marked `+PTX`, has its own. Without `shared_ptx` each has, as in the
+    flags of kernel-builder.
     """
     shared: dict[bool, str] = {}
     codes: dict[str, list[str]] = {}
-    numbers = [arch.removesuffix("+PTX").replace(".", "") for arch in archs]
-    for number in sorted(numbers, key=lambda number: int(number.rstrip("af"))):
-        if number.isdigit():
-            first = shared.setdefault(int(number) >= _CODE_CHANGES_AT, number)
-            codes.setdefault(first, []).append(f"sm_{number}")
-        else:
-            codes[number] = [f"sm_{number}"]
-    for arch, number in zip(archs, numbers):
+    for arch in sorted(archs, key=number):
+        name = arch.removesuffix("+PTX").replace(".", "")
+        first = name
+        if name.isdigit() and shared_ptx:
+            first = shared.setdefault(int(name) >= _CODE_CHANGES_AT, name)
         if arch.endswith("+PTX"):
-            codes.setdefault(number, []).append(f"compute_{number}")
+            codes.setdefault(name, []).extend([f"sm_{name}", f"compute_{name}"])
+        else:
+            codes.setdefault(first, []).append(f"sm_{name}")
     flags = []
-    for number, made in codes.items():
-        flags += ["-gencode", f"arch=compute_{number},code=[{','.join(made)}]"]
+    for name, made in codes.items():
+        flags += ["-gencode", f"arch=compute_{name},code=[{','.join(made)}]"]
     return flags
 
 
 def plan(
-    config: BuildConfig, backend: str, tools: Toolchain, archs: list[str] | None, ops_name: str
+    config: BuildConfig,
+    backend: str,
+    tools: Toolchain,
+    archs: list[str] | None,
+    ops_name: str,
+    shared_ptx: bool = True,
 ) -> list[Unit]:
-    """One unit for each source of `backend`."""
+    """One unit for each source of `backend`, with the flags that kernel-builder's CMake gives.
+
+    tests/test_official_flags.py lists what differs, and why.
+    """
+    standard = _standard(tools.torch)
     shared = [*_definitions(config, backend), *_system_includes(tools)]
+    cuda = tools.cuda.version if tools.cuda else None
     units = []
     for section in config.for_backend(backend):
-        section_archs = select_archs(section, archs)
+        section_archs = select_archs(section, archs, cuda)
         includes = [f"-I{folder}" for folder in section.include]
         for source in section.sources:
             flags = [*shared, *includes]
@@ -164,10 +180,21 @@ def plan(
                 rule = "cuda" if backend == "cuda" else "hip"
                 label = f"{source} ({' '.join(section_archs)})"
             extra = {
-                "cxx": [*_CXX_FLAGS, *section.cxx_flags, *sanitizer_flags(tools)],
-                "cuda": [*_CUDA_FLAGS, *section.gpu_flags, *gencode_flags(section_archs)],
+                "cxx": [
+                    *_CXX_FLAGS,
+                    f"-std=gnu++{standard}",
+                    *section.cxx_flags,
+                    *sanitizer_flags(tools),
+                ],
+                "cuda": [
+                    *_CUDA_FLAGS,
+                    f"-std=c++{standard}",
+                    *section.gpu_flags,
+                    *gencode_flags(section_archs, shared_ptx),
+                ],
                 "hip": [
                     *_HIP_FLAGS,
+                    f"-std=gnu++{standard}",
                     *section.gpu_flags,
                     *(f"--offload-arch={arch}" for arch in section_archs),
                 ],
@@ -178,8 +205,8 @@ def plan(
 
 
 # -fno-gnu-unique: static variables of inline functions must not be shared between two kernels.
-# clang, and so HIP's compiler, makes no such symbols and refuses the flag.
-_CXX_FLAGS = "-std=c++17 -O3 -DNDEBUG -fPIC -fvisibility=hidden -fno-gnu-unique".split()
+# kernel-builder gives it to .cpp files alone; in .cu files, -fvisibility=hidden does it.
+_CXX_FLAGS = "-O3 -DNDEBUG -fPIC -fno-gnu-unique".split()
 
 # For `make sanitize`. Past the section's flags, so that -O1 wins: it is compiled in a third of the
 # time, and optimises less of what is undefined away before it is seen.
@@ -187,11 +214,13 @@ SANITIZER_FLAGS = (
     "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 ).split()
 
-_CUDA_FLAGS = [
-    *"-std=c++17 -O3 -DNDEBUG --expt-relaxed-constexpr -DENABLE_FP8".split(),
-    "-Xcompiler=-fPIC,-fvisibility=hidden,-fno-gnu-unique",
-]
-_HIP_FLAGS = "-x hip -std=c++17 -O3 -DNDEBUG -fPIC -fvisibility=hidden -fno-gpu-rdc".split()
+_CUDA_FLAGS = "-O3 -DNDEBUG -Xcompiler=-fPIC --expt-relaxed-constexpr -DENABLE_FP8".split()
+_HIP_FLAGS = "-x hip -O3 -DNDEBUG -fPIC -fno-gpu-rdc".split()
+
+
+def _standard(torch: Torch) -> int:
+    """The C++ standard that kernel-builder compiles for with this Torch."""
+    return 17 if torch.version_numbers < (2, 12) else 20
 
 
 def sanitizer_flags(tools: Toolchain) -> list[str]:
@@ -206,8 +235,8 @@ def _definitions(config: BuildConfig, backend: str) -> list[str]:
         "cuda": ["CUDA_KERNEL", "USE_CUDA=1"],
         "rocm": ["ROCM_KERNEL", "USE_ROCM=1", "__HIP_PLATFORM_AMD__=1"],
     }[backend]
-    names.append(f"TORCH_TARGET_VERSION=0x{(major << 56) | (minor << 48):016x}")
-    names.append("Py_LIMITED_API=0x03090000")
+    names.append(f"TORCH_TARGET_VERSION=0x{(major << 56) | (minor << 48):x}")
+    names.append("Py_LIMITED_API=3")
     return [f"-D{name}" for name in names]
 
 
@@ -288,7 +317,8 @@ def ninja_file(units: list[Unit], tools: Toolchain, backend: str, library: str, 
             lines.append("  pool = gpu")
     lines += [
         "rule link",
-        f"  command = rm -f ../lib/*.so && {tools.cxx.path} -shared $in -o $out $flags",
+        f"  command = rm -f ../lib/*.so && {tools.cxx.path} -fPIC -O3 -DNDEBUG -shared $in -o "
+        "$out $flags",
         "  description = link $out",
     ]
     for unit in units:
@@ -305,10 +335,13 @@ def ninja_file(units: list[Unit], tools: Toolchain, backend: str, library: str, 
 
 def link_flags(tools: Toolchain, backend: str) -> list[str]:
     """Torch's libraries by name, whether or not a symbol of each is used, and the GPU's runtime."""
-    flags = [f"-L{tools.torch.root / 'lib'}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
-    flags += ["-lc10", *sanitizer_flags(tools)]
+    flags = [f"-L{tools.torch.root / 'lib'}", "-Wl,--no-as-needed", "-ltorch", "-lc10"]
+    flags += ["-ltorch_cpu", *sanitizer_flags(tools)]
     if backend == "cuda":
+        # CMake adds the static runtime last. All that it has is found in the shared one before.
         flags += [f"-L{tools.cuda.library_dir}", f"-l:{tools.cuda.runtime}"]
+        if (tools.cuda.library_dir / "libcudart_static.a").exists():
+            flags += "-lcudadevrt -lcudart_static -lrt -lpthread -ldl".split()
     if backend == "rocm":
         flags += [f"-L{Path(tools.hip.path).resolve().parent.parent / 'lib'}", "-lamdhip64"]
     return flags

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .errors import BuildError
 
-MOST_BYTES = 40 * 10**6  # of the library, with every architecture of build.toml
+MOST_BYTES = 40 * 10**6  # of the library: machine code for every architecture of build.toml, no PTX
 # Twenty minutes on two cores that do nothing else.
 MOST_SECONDS = 2 * 20 * 60
 SECONDS_SUFFIX = ".seconds"  # of the file beside an object that tools/builder/timed.py writes

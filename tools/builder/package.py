@@ -25,20 +25,6 @@ def add_op_namespace_prefix(op_name: str) -> str:
     return f"{ops_name}::{{op_name}}"
 '''
 
-# The folder of the package's name, for `import {name}` and for `kernels` before 0.9, which looked
-# for the package there. Its submodules are the files one level up.
-COMPATIBILITY_PY = '''\
-"""Makes `PYTHONPATH=<this variant>` and `import {name}` load the package one level up."""
-
-from pathlib import Path
-
-__path__ = [str(Path(__file__).resolve().parent.parent)]
-__file__ = str(Path(__path__[0]) / "__init__.py")
-
-with open(__file__, encoding="utf-8") as _source:
-    exec(compile(_source.read(), __file__, "exec"))
-'''
-
 BUILDER_VERSION = "fuselage-build-variant-1"
 
 
@@ -65,8 +51,6 @@ def assemble(
     ops_name = identity.ops_name(config, backend)
     files = _package_files(config)
     files["_ops.py"] = OPS_PY.format(ops_name=ops_name).encode()
-    compatibility = COMPATIBILITY_PY.format(name=config.python_name)
-    files[f"{config.python_name}/__init__.py"] = compatibility.encode()
     files[library.name] = library.read_bytes()
     changed = _remove_others(variant, {*files, "metadata.json"})
     for path, content in files.items():
@@ -121,7 +105,14 @@ def _remove_others(variant: Path, wanted: set[str]) -> bool:
         if path.is_dir():
             if not any(path.iterdir()):
                 path.rmdir()
-        elif path.relative_to(variant).as_posix() not in wanted and path.suffix != ".pyc":
+        elif _source(path).relative_to(variant).as_posix() not in wanted:
             path.unlink()
-            removed = True
+            removed |= path.suffix != ".pyc"
     return removed
+
+
+def _source(path: Path) -> Path:
+    """The Python file that `path` is the bytecode of; any other path is its own source."""
+    if path.suffix != ".pyc":
+        return path
+    return path.parent.parent / f"{path.name.partition('.')[0]}.py"

@@ -43,6 +43,11 @@ class Torch:
     hip: str | None
 
     @property
+    def version_numbers(self) -> tuple[int, ...]:
+        """(2, 13) for 2.13.0+cpu."""
+        return tuple(int(part) for part in re.findall(r"\d+", self.version)[:2])
+
+    @property
     def include_dirs(self) -> list[Path]:
         return [self.root / "include", self.root / "include/torch/csrc/api/include"]
 
@@ -108,11 +113,11 @@ def find_torch(minimum: tuple[int, int]) -> Torch:
     facts: dict = {}
     exec((root / "version.py").read_text(), facts)
     version = facts["__version__"]
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if numbers < minimum:
+    torch = Torch(root, version, facts.get("cuda"), facts.get("hip"))
+    if torch.version_numbers < minimum:
         needed = ".".join(map(str, minimum))
         raise BuildError(f"torch {version} is older than the stable ABI {needed} of build.toml")
-    return Torch(root, version, facts.get("cuda"), facts.get("hip"))
+    return torch
 
 
 def find_python_headers() -> Path:

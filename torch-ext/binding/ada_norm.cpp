@@ -1,7 +1,7 @@
 #include "ada_norm.h"
 
-#include "cpu/ada_norm.h"
 #include "norm/ada_norm.h"
+#include "norm/ada_norm_cpu.h"
 
 namespace fuselage::binding {
 namespace {

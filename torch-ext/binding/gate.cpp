@@ -1,7 +1,7 @@
 #include "gate.h"
 
-#include "cpu/activation.h"
 #include "gate/activation.h"
+#include "gate/activation_cpu.h"
 
 namespace fuselage::binding {
 namespace {

@@ -1,7 +1,7 @@
 #include "norm.h"
 
-#include "cpu/rms_norm.h"
 #include "norm/rms_norm.h"
+#include "norm/rms_norm_cpu.h"
 
 namespace fuselage::binding {
 namespace {

@@ -2,8 +2,8 @@
 
 #include <limits>
 
-#include "cpu/poly_norm.h"
 #include "norm/poly_norm.h"
+#include "norm/poly_norm_cpu.h"
 
 namespace fuselage::binding {
 namespace {

@@ -1,7 +1,7 @@
 #include "rope.h"
 
-#include "cpu/rotary.h"
 #include "rope/rotary.h"
+#include "rope/rotary_cpu.h"
 
 namespace fuselage::binding {
 namespace {

@@ -1,7 +1,7 @@
 #include "sample.h"
 
-#include "cpu/sample.h"
 #include "sample/sample.h"
+#include "sample/sample_cpu.h"
 
 namespace fuselage::binding {
 namespace {
@@ -109,15 +109,9 @@ void set_noise(Draws& draws, const Options& options) {
 void skip_step(const char* op, const Options& options, const Tensor& x) {
   if (is_meta(x) || !options.offset.has_value() || options.offset->numel() == 0) return;
   int64_t* offset = static_cast<int64_t*>(options.offset->mutable_data_ptr());
-  if (x.is_cpu()) {
-    ++*offset;
-    return;
-  }
-#if defined(FUSELAGE_GPU)
-  const OnDevice on_device(x.get_device_index());
-  const char* error = gpu::advance_offset(offset, on_device.stream());
-  FUSELAGE_CHECK(op, error == nullptr, error);
-#endif
+  launch(
+      op, x, [&] { ++*offset; },
+      [&](int32_t, void* stream) { return gpu::advance_offset(offset, stream); });
 }
 
 struct Head {
@@ -278,30 +272,24 @@ void logits_cpu(const LmHead& head, float* logits, int64_t stride) {
               });
 }
 
-void run(const char* op, GumbelSample& p, const Tensor& x) {
+template <auto gpu_workspace, auto gpu_kernel, typename Params>
+void run(const char* op, Params& p, const Tensor& x) {
   if (is_meta(x)) return;
-  if (x.is_cpu()) return run_cpu(p);
-#if defined(FUSELAGE_GPU)
-  const int32_t device = x.get_device_index();
-  const OnDevice on_device(device);
-  const Tensor workspace = workspace_of(gpu::gumbel_sample_workspace(p, device), x);
-  p.workspace = workspace.mutable_data_ptr();
-  const char* error = gpu::gumbel_sample(p, device, on_device.stream());
-  FUSELAGE_CHECK(op, error == nullptr, error);
-#endif
+  launch(
+      op, x, [&] { run_cpu(p); },
+      [&](int32_t device, void* stream) {
+        const Tensor workspace = workspace_of(gpu_workspace(p, device), x);
+        p.workspace = workspace.mutable_data_ptr();
+        return gpu_kernel(p, device, stream);
+      });
+}
+
+void run(const char* op, GumbelSample& p, const Tensor& x) {
+  run<gpu::gumbel_sample_workspace, gpu::gumbel_sample>(op, p, x);
 }
 
 void run(const char* op, LmHeadSample& p, const Tensor& x) {
-  if (is_meta(x)) return;
-  if (x.is_cpu()) return run_cpu(p);
-#if defined(FUSELAGE_GPU)
-  const int32_t device = x.get_device_index();
-  const OnDevice on_device(device);
-  const Tensor workspace = workspace_of(gpu::lm_head_sample_workspace(p, device), x);
-  p.workspace = workspace.mutable_data_ptr();
-  const char* error = gpu::lm_head_sample(p, device, on_device.stream());
-  FUSELAGE_CHECK(op, error == nullptr, error);
-#endif
+  run<gpu::lm_head_sample_workspace, gpu::lm_head_sample>(op, p, x);
 }
 
 // A draw from the head: without filters and sums its logits are never in memory.
@@ -326,11 +314,8 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
   p.dtype = DType::float32;
   p.stride = logits.size(1);
   p.results = results;
-  if (logits.numel() > 0 && hidden.is_cpu()) logits_cpu(head, floats_in(logits), p.stride);
-#if defined(FUSELAGE_GPU)
-  if (logits.numel() > 0 && !hidden.is_cpu()) {
-    const int32_t device = hidden.get_device_index();
-    const OnDevice on_device(device);
+  const auto on_cpu = [&] { logits_cpu(head, floats_in(logits), p.stride); };
+  const auto on_gpu = [&](int32_t device, void* stream) {
     if (gpu::takes_strips(head, p, device)) {
       strips = whole_strips(p.stride / kStrip);
       of_strips = workspace_of(Strips::words(head.batch) * int64_t{sizeof(uint32_t)}, hidden);
@@ -344,11 +329,9 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
                               draws.temperature, p.draws.is_advanced ? draws.offsets : nullptr};
     const int64_t bytes = gpu::lm_head_logits_workspace(head, device);
     const Tensor workspace = bytes == 0 ? logits : workspace_of(bytes, hidden);
-    const char* error =
-        gpu::lm_head_logits(head, out, workspace.mutable_data_ptr(), device, on_device.stream());
-    FUSELAGE_CHECK(op, error == nullptr, error);
-  }
-#endif
+    return gpu::lm_head_logits(head, out, workspace.mutable_data_ptr(), device, stream);
+  };
+  if (logits.numel() > 0) launch(op, hidden, on_cpu, on_gpu);
   run(op, p, hidden);
 }
 

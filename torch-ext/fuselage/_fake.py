@@ -19,7 +19,7 @@ from ._ops import add_op_namespace_prefix, ops
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
-def register_fake(name: str) -> Callable:
+def fake_kernel_of(name: str) -> Callable:
     """Registers a fake kernel, which is called with arguments that the op accepts."""
     overload = getattr(ops, name).default
     names = [argument.name for argument in overload._schema.arguments]
@@ -46,8 +46,8 @@ def register_fakes(name: str, fake: Callable, results: int | None = None) -> Non
         outputs = fake(*args)
         return outputs[0] if results == 1 else outputs[:results]
 
-    register_fake(f"{name}_fwd")(fake)
-    register_fake(name)(fake if results is None else plain)
+    fake_kernel_of(f"{name}_fwd")(fake)
+    fake_kernel_of(name)(fake if results is None else plain)
 
 
 def register_fake_gradients(name: str, like: dict[str, str] | None = None) -> None:
@@ -61,7 +61,7 @@ def register_fake_gradients(name: str, like: dict[str, str] | None = None) -> No
     inputs = [result.name.removeprefix("grad_") or "x" for result in schema.returns]
     sources = [(like or {}).get(of, of) for of in inputs]
 
-    @register_fake(name)
+    @fake_kernel_of(name)
     def _(*args):
         given = dict(zip(names, args))
         outputs = tuple(
@@ -72,7 +72,7 @@ def register_fake_gradients(name: str, like: dict[str, str] | None = None) -> No
 
 
 def register_fake_in_place(name: str) -> None:
-    register_fake(name)(lambda *args: None)
+    fake_kernel_of(name)(lambda *args: None)
 
 
 def like(x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from ._autocast import Norm, Rule, register_autocast
 from ._autograd import differentiable, mark_written, needs_grad, refuse_gradient
-from ._fake import like, new_like, register_fake, register_fake_in_place, register_fakes
+from ._fake import fake_kernel_of, like, new_like, register_fake_in_place, register_fakes
 from ._ops import ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
@@ -430,11 +430,11 @@ def _fake_rotary(q, k, *options):
 
 register_fakes("apply_rotary", _fake_rotary, results=2)
 register_fakes("qk_norm_rotary", _fake_rotary, results=2)
-register_fake("apply_rotary_bwd")(_fake_rotary)
+fake_kernel_of("apply_rotary_bwd")(_fake_rotary)
 register_fake_in_place("apply_rotary_")
 
 
-@register_fake("qk_norm_rotary_bwd")
+@fake_kernel_of("qk_norm_rotary_bwd")
 def _(grad_q_out, grad_k_out, q, k, q_weight, k_weight, *options):
     *_, needs_q, needs_k, needs_q_weight, needs_k_weight = options
     return (

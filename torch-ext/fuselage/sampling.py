@@ -17,7 +17,7 @@ import torch
 
 from ._arguments import refuse_wrong_kinds
 from ._autocast import Product, Rule, register_autocast
-from ._fake import register_fake
+from ._fake import fake_kernel_of
 from ._ops import ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
@@ -360,14 +360,14 @@ def _fake_results(x, num_samples, return_logprobs):
     )
 
 
-@register_fake("gumbel_sample")
-@register_fake("lm_head_sample")
+@fake_kernel_of("gumbel_sample")
+@fake_kernel_of("lm_head_sample")
 def _(x, *options):
     *_, num_samples, _, return_logprobs = options
     return _fake_results(x, num_samples, return_logprobs)
 
 
-@register_fake("lm_head_sample_shard")
+@fake_kernel_of("lm_head_sample_shard")
 def _(hidden, *options):
     *_, num_samples, _, return_log_sum_exp = options
     tokens, _, _ = _fake_results(hidden, num_samples, False)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Optional, Union
 
 import torch
@@ -113,21 +114,20 @@ def kernel_mapping(
 
     Raises:
         RuntimeError: Both `repo_id` and `repo_path` are given.
+        ImportError: The package `kernels` is not installed.
     """
     if repo_id is not None and repo_path is not None:
         raise RuntimeError("fuselage: kernel_mapping takes `repo_id` or `repo_path`, got both")
     members = vars(layers).items()
     names = [k for k, v in members if isinstance(v, type) and issubclass(v, torch.nn.Module)]
 
+    kernels = _kernels()
+
     def repository(layer_name: str):
         if repo_path is not None:
-            from kernels import LocalLayerRepository
-
-            return LocalLayerRepository(Path(repo_path), layer_name=layer_name)
+            return kernels.LocalLayerRepository(Path(repo_path), layer_name=layer_name)
         if repo_id is not None:
-            from kernels import LayerRepository
-
-            return LayerRepository(
+            return kernels.LayerRepository(
                 repo_id,
                 layer_name=layer_name,
                 version=version,
@@ -138,10 +138,20 @@ def kernel_mapping(
     return {_RENAMED.get(k, k): dict.fromkeys(_DEVICES, _modes(k, repository(k))) for k in names}
 
 
+def _kernels() -> ModuleType:
+    """The package `kernels`, the only one of others than Python and PyTorch that is imported."""
+    try:
+        import kernels
+    except ImportError as error:
+        raise ImportError(
+            "fuselage: kernel_mapping needs the package `kernels`: pip install kernels"
+        ) from error
+    return kernels
+
+
 def _modes(layer_name: str, repository: object) -> dict:
     """The modes of `kernels` with what stands for the layer in each."""
-    from kernels import Mode
-
+    Mode = _kernels().Mode
     compiled = _PlainLayer(layer_name) if layer_name in _ONE_KERNEL else repository
     modes = dict.fromkeys((Mode.INFERENCE, Mode.TRAINING), repository)
     return modes | {mode | Mode.TORCH_COMPILE: compiled for mode in modes}

@@ -1,15 +1,15 @@
 // Reading the rows of the sampling family on the CPU: arithmetic, options, logits.
 //
-// Part of cpu/sample.cpp, which says how it is compiled.
+// Part of sample/sample_cpu.cpp, which says how it is compiled.
 #pragma once
 
 #include <cstdint>
 
+#include "common/cpu_isa.h"
+#include "common/cpu_vector.h"
 #include "common/dtype.h"
-#include "cpu/isa.h"
-#include "cpu/sample.h"
-#include "cpu/vector.h"
 #include "sample/gumbel.h"
+#include "sample/sample_cpu.h"
 
 namespace fuselage::cpu {
 namespace FUSELAGE_ISA {
@@ -123,11 +123,7 @@ static void sample_add_as(const T* from, float* to, int64_t size) {
 // visit(pointer of the type).
 template <class Visit>
 FUSELAGE_INLINE void sample_visit(const void* data, DType dtype, Visit visit) {
-  switch (dtype) {
-    case DType::float32: return visit(static_cast<const float*>(data));
-    case DType::float16: return visit(static_cast<const Float16*>(data));
-    case DType::bfloat16: return visit(static_cast<const BFloat16*>(data));
-  }
+  visit_dtype(dtype, [&](auto type) { visit(static_cast<const decltype(type)*>(data)); });
 }
 
 // Logits [begin, begin + size) of a row; -inf stands for NaN and what may not be drawn.

@@ -1,24 +1,19 @@
 // poly_norm, fused_mul_poly_norm and grouped_poly_norm on the CPU, forward and backward: the
 // formulas are in norm/poly_norm.h. A row is read from memory once: the first pass sums it up and
 // leaves it in the cache for the second, which writes the result. Compiled once per instruction
-// set: see isa.h.
+// set: see common/cpu_isa.h.
 
-#include "cpu/poly_norm.h"
+#include "norm/poly_norm_cpu.h"
 
 #include <cstdint>
 
+#include "common/cpu_isa.h"
+#include "common/cpu_rows.h"
+#include "common/cpu_vector.h"
 #include "common/dtype.h"
-#include "cpu/isa.h"
-#include "cpu/vector.h"
 #include "norm/poly_norm.h"
 
 namespace fuselage::cpu {
-
-struct PolyNormFunctions {
-  void (*forward)(const PolyNormForward& p, int64_t row_begin, int64_t row_end);
-  void (*backward)(const PolyNormBackward& p, int64_t row_begin, int64_t row_end);
-  void (*backward_weight)(const PolyNormBackward& p, int64_t expert_begin, int64_t expert_end);
-};
 
 namespace FUSELAGE_ISA {
 
@@ -26,24 +21,6 @@ namespace FUSELAGE_ISA {
 struct PolyNormFactors {
   float weight[3], bias;
 };
-
-FUSELAGE_INLINE float poly_norm_value(const void* values, DType dtype, int64_t i) {
-  const FirstLanes one{1};
-  switch (dtype) {
-    case DType::float16: return load(static_cast<const Float16*>(values) + i, one)[0];
-    case DType::bfloat16: return load(static_cast<const BFloat16*>(values) + i, one)[0];
-    default: return static_cast<const float*>(values)[i];
-  }
-}
-
-FUSELAGE_INLINE void poly_norm_set(void* values, DType dtype, int64_t i, float value) {
-  const FirstLanes one{1};
-  switch (dtype) {
-    case DType::float16: return store(static_cast<Float16*>(values) + i, broadcast(value), one);
-    case DType::bfloat16: return store(static_cast<BFloat16*>(values) + i, broadcast(value), one);
-    default: static_cast<float*>(values)[i] = value;
-  }
-}
 
 // The expert whose rows `row` is among: the first with a later end. p.experts for a row of padding.
 template <class Params>
@@ -61,12 +38,13 @@ static int64_t poly_norm_expert(const Params& p, int64_t row) {
   return begin;
 }
 
-template <class Params>
+template <class T, class Params>
 static PolyNormFactors poly_norm_factors(const Params& p, int64_t expert) {
+  const FirstLanes one{1};
   PolyNormFactors factors;
   for (int k = 0; k < 3; ++k)
-    factors.weight[k] = poly_norm_value(p.weight, p.weight_dtype, 3 * expert + k);
-  factors.bias = poly_norm_value(p.bias, p.bias_dtype, expert);
+    factors.weight[k] = load_as<T>(p.weight, p.weight_dtype, 3 * expert + k, one)[0];
+  factors.bias = load_as<T>(p.bias, p.bias_dtype, expert, one)[0];
   return factors;
 }
 
@@ -105,11 +83,6 @@ FUSELAGE_INLINE Floats poly_norm_load_mul(const PolyNormNoMul*, int64_t, Lanes) 
   return broadcast(1);
 }
 
-template <class T>
-static void poly_norm_zero(T* row, int64_t dim) {
-  for_each_vector(0, dim, [&](int64_t i, auto lanes) { store(row + i, Floats{}, lanes); });
-}
-
 // Forward
 
 template <bool kClamps, class T, class M>
@@ -122,11 +95,11 @@ static void poly_norm_forward_rows(const PolyNormForward& p, int64_t row_begin, 
     float* rstd_of_row = p.rstd == nullptr ? nullptr : p.rstd + 3 * row;
     const int64_t expert = poly_norm_expert(p, row);
     if (p.offs != nullptr && expert == p.experts) {
-      poly_norm_zero(out, p.dim);
+      set_zero(out, p.dim);
       for (int k = 0; rstd_of_row != nullptr && k < 3; ++k) rstd_of_row[k] = 0;
       continue;
     }
-    const PolyNormFactors factors = poly_norm_factors(p, expert);
+    const PolyNormFactors factors = poly_norm_factors<T>(p, expert);
 
     double sums[3];
     sum_vectors_of<3>(p.dim, sums, [&](int64_t i, auto lanes, Floats(&terms)[3]) {
@@ -138,8 +111,7 @@ static void poly_norm_forward_rows(const PolyNormForward& p, int64_t row_begin, 
     });
     float polynomial[3];
     for (int k = 0; k < 3; ++k) {
-      const float mean = static_cast<float>(sums[k] / static_cast<double>(p.dim));
-      const float rstd = 1 / __builtin_sqrtf(mean + p.eps);
+      const float rstd = rstd_of(sums[k] / static_cast<double>(p.dim), p.eps);
       polynomial[k] = factors.weight[k] * rstd;
       if (rstd_of_row != nullptr) rstd_of_row[k] = rstd;
     }
@@ -171,11 +143,11 @@ static void poly_norm_backward_rows(const PolyNormBackward& p, int64_t row_begin
     float* partial = p.partials == nullptr ? nullptr : p.partials + 4 * row;
     const int64_t expert = poly_norm_expert(p, row);
     if (p.offs != nullptr && expert == p.experts) {
-      if (grad_x != nullptr) poly_norm_zero(grad_x, p.dim);
-      if (grad_mul != nullptr) poly_norm_zero(grad_mul, p.dim);
+      if (grad_x != nullptr) set_zero(grad_x, p.dim);
+      if (grad_mul != nullptr) set_zero(grad_mul, p.dim);
       continue;  // nobody reads the partial sums of padding
     }
-    const PolyNormFactors factors = poly_norm_factors(p, expert);
+    const PolyNormFactors factors = poly_norm_factors<T>(p, expert);
     const float* rstd = p.rstd + 3 * row;
     float polynomial[3];
     for (int k = 0; k < 3; ++k) polynomial[k] = factors.weight[k] * rstd[k];
@@ -234,29 +206,6 @@ static void poly_norm_backward_rows(const PolyNormBackward& p, int64_t row_begin
   }
 }
 
-// In float64: there can be many rows.
-static void poly_norm_backward_weight(const PolyNormBackward& p, int64_t expert_begin,
-                                      int64_t expert_end) {
-  for (int64_t expert = expert_begin; expert < expert_end; ++expert) {
-    int64_t row = 0, end = p.rows;
-    if (p.offs != nullptr) {
-      if (expert > 0) row = p.offs[expert - 1];
-      if (row < 0) row = 0;
-      if (p.offs[expert] < end) end = p.offs[expert];
-    }
-    double sums[4] = {};
-    for (; row < end; ++row) {
-      for (int k = 0; k < 4; ++k) sums[k] += p.partials[4 * row + k];
-    }
-    for (int k = 0; k < 3 && p.grad_weight != nullptr; ++k) {
-      poly_norm_set(p.grad_weight, p.weight_dtype, 3 * expert + k, static_cast<float>(sums[k]));
-    }
-    if (p.grad_bias != nullptr) {
-      poly_norm_set(p.grad_bias, p.bias_dtype, expert, static_cast<float>(sums[3]));
-    }
-  }
-}
-
 // From the types in the params to template arguments
 
 // visit(T{}, M{}, clamps), where clamps{} tells of a hidden_clamp.
@@ -274,52 +223,50 @@ FUSELAGE_INLINE void poly_norm_visit_types(const Params& p, Visit visit) {
     if (p.offs == nullptr || p.hidden_clamp == __builtin_inff()) return visit(x, x, PolyNormNo{});
     return visit(x, x, PolyNormYes{});
   };
-  switch (p.dtype) {
-    case DType::float32: return visit_mul(float{});
-    case DType::float16: return visit_mul(Float16{});
-    case DType::bfloat16: return visit_mul(BFloat16{});
-  }
+  visit_dtype(p.dtype, visit_mul);
 }
 
-static void poly_norm_forward(const PolyNormForward& p, int64_t row_begin, int64_t row_end) {
+FUSELAGE_HIDDEN void poly_norm_forward(const PolyNormForward& p, int64_t row_begin,
+                                       int64_t row_end) {
   poly_norm_visit_types(p, [&](auto x, auto mul, auto clamps) {
     poly_norm_forward_rows<decltype(clamps)::value, decltype(x), decltype(mul)>(p, row_begin,
                                                                                 row_end);
   });
 }
 
-static void poly_norm_backward(const PolyNormBackward& p, int64_t row_begin, int64_t row_end) {
+FUSELAGE_HIDDEN void poly_norm_backward(const PolyNormBackward& p, int64_t row_begin,
+                                        int64_t row_end) {
   poly_norm_visit_types(p, [&](auto x, auto mul, auto clamps) {
     poly_norm_backward_rows<decltype(clamps)::value, decltype(x), decltype(mul)>(p, row_begin,
                                                                                  row_end);
   });
 }
 
-extern FUSELAGE_HIDDEN const PolyNormFunctions poly_norm_functions;
-const PolyNormFunctions poly_norm_functions = {poly_norm_forward, poly_norm_backward,
-                                               poly_norm_backward_weight};
+FUSELAGE_HIDDEN void poly_norm_backward_weight(const PolyNormBackward& p, int64_t expert_begin,
+                                               int64_t expert_end) {
+  for (int64_t expert = expert_begin; expert < expert_end; ++expert) {
+    int64_t row = 0, end = p.rows;
+    if (p.offs != nullptr) {
+      if (expert > 0) row = p.offs[expert - 1];
+      if (row < 0) row = 0;
+      if (p.offs[expert] < end) end = p.offs[expert];
+    }
+    double sums[4];
+    sum_partials(p.partials + 4 * row, 4, end - row, sums, 4);
+    if (p.grad_weight != nullptr) store_sums(p.grad_weight, p.weight_dtype, 3 * expert, sums, 3);
+    if (p.grad_bias != nullptr) store_sums(p.grad_bias, p.bias_dtype, expert, sums + 3, 1);
+  }
+}
 
 }  // namespace FUSELAGE_ISA
 
 // The public functions
 
-#if FUSELAGE_ISA_IS_BASELINE
-
-FUSELAGE_PICK_ISA(PolyNormFunctions, poly_norm_functions)
-
-void poly_norm_forward(const PolyNormForward& p, int64_t row_begin, int64_t row_end) {
-  functions_of_this_cpu().forward(p, row_begin, row_end);
-}
-
-void poly_norm_backward(const PolyNormBackward& p, int64_t row_begin, int64_t row_end) {
-  functions_of_this_cpu().backward(p, row_begin, row_end);
-}
-
-void poly_norm_backward_weight(const PolyNormBackward& p, int64_t expert_begin,
-                               int64_t expert_end) {
-  functions_of_this_cpu().backward_weight(p, expert_begin, expert_end);
-}
-
-#endif
+FUSELAGE_PICK_ISA(poly_norm_forward, (const PolyNormForward& p, int64_t begin, int64_t end),
+                  (p, begin, end))
+FUSELAGE_PICK_ISA(poly_norm_backward, (const PolyNormBackward& p, int64_t begin, int64_t end),
+                  (p, begin, end))
+FUSELAGE_PICK_ISA(poly_norm_backward_weight,
+                  (const PolyNormBackward& p, int64_t begin, int64_t end), (p, begin, end))
 
 }  // namespace fuselage::cpu

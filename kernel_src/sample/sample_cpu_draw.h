@@ -1,9 +1,9 @@
 // Draws of the sampling family on the CPU.
 //
-// Part of cpu/sample.cpp, which says how it is compiled.
+// Part of sample/sample_cpu.cpp, which says how it is compiled.
 #pragma once
 
-#include "cpu/sample_rows.h"
+#include "sample/sample_cpu_rows.h"
 
 namespace fuselage::cpu {
 namespace FUSELAGE_ISA {
@@ -113,8 +113,8 @@ FUSELAGE_INLINE SampleCandidate sample_best(const SampleDraw& p, const SampleCan
   return p.temperature.greedy ? sample_best_logit(p, best) : sample_best_score(p, best);
 }
 
-static void sample_draw(const GumbelSample& p, const SampleRow* rows, SampleCandidate* candidates,
-                        int64_t begin, int64_t end) {
+FUSELAGE_HIDDEN void sample_draw(const GumbelSample& p, const SampleRow* rows,
+                                 SampleCandidate* candidates, int64_t begin, int64_t end) {
   const int64_t pieces = sample_pieces(p.draws.vocab);
   float logits[kSamplePiece];
   for (int64_t piece = begin; piece < end; ++piece) {

@@ -1,23 +1,19 @@
 // rms_norm and fused_add_rms_norm on the CPU, forward and backward: the formulas are in
 // norm/rms_norm.h. A row is read from memory once: the first pass sums it up and leaves it in the
-// cache for the second, which writes the result. Compiled once per instruction set: see isa.h.
+// cache for the second, which writes the result. Compiled once per instruction set: see
+// common/cpu_isa.h.
 
-#include "cpu/rms_norm.h"
+#include "norm/rms_norm_cpu.h"
 
 #include <cstdint>
 
+#include "common/cpu_isa.h"
+#include "common/cpu_rows.h"
+#include "common/cpu_vector.h"
 #include "common/dtype.h"
-#include "cpu/isa.h"
-#include "cpu/vector.h"
 #include "norm/rms_norm.h"
 
 namespace fuselage::cpu {
-
-struct RmsNormFunctions {
-  void (*forward)(const RmsNormForward& p, int64_t row_begin, int64_t row_end);
-  void (*backward)(const RmsNormBackward& p, int64_t chunk_begin, int64_t chunk_end);
-  void (*backward_weight)(const RmsNormBackward& p, int64_t column_begin, int64_t column_end);
-};
 
 namespace FUSELAGE_ISA {
 
@@ -35,16 +31,6 @@ FUSELAGE_INLINE Floats rms_norm_factor(const RmsNormNoWeight*, float, int64_t, L
 }
 
 // Forward
-
-// The sum of squares of s = x.
-template <class X>
-static double rms_norm_sum_squares(const X* x,  // [dim]
-                                   int64_t dim) {
-  return sum_vectors(dim, [&](int64_t i, auto lanes) {
-    const Floats s = load(x + i, lanes);
-    return s * s;
-  });
-}
 
 // The sum of squares of s = round(x + residual), which goes to new_residual.
 template <class X>
@@ -78,18 +64,17 @@ static void rms_norm_forward_rows(const RmsNormForward& p, int64_t row_begin, in
     const X* s = static_cast<const X*>(p.x) + row * p.x_stride;
     Out* out = static_cast<Out*>(p.out) + row * p.out_stride;
 
-    double sum_squares;
+    double sum;
     if (p.residual != nullptr) {
       const X* residual = static_cast<const X*>(p.residual) + row * p.residual_stride;
       X* new_residual = static_cast<X*>(p.new_residual) + row * p.new_residual_stride;
-      sum_squares = rms_norm_add_sum_squares(s, residual, new_residual, p.dim);
+      sum = rms_norm_add_sum_squares(s, residual, new_residual, p.dim);
       s = new_residual;
     } else {
-      sum_squares = rms_norm_sum_squares(s, p.dim);
+      sum = sum_squares(s, p.dim);
     }
 
-    const float mean = static_cast<float>(sum_squares / static_cast<double>(p.dim));
-    const float rstd = 1 / __builtin_sqrtf(mean + p.eps);
+    const float rstd = rstd_of(sum / static_cast<double>(p.dim), p.eps);
     if (p.rstd != nullptr) p.rstd[row] = rstd;
 
     if (p.cast_before_weight) {
@@ -168,8 +153,7 @@ static void rms_norm_backward_rows(const RmsNormBackward& p, int64_t row,
       store(grad_x[r] + i, grad, lanes);
     }
     if (partial == nullptr) return;
-    if (!first) grad_weight += load(partial + i, lanes);
-    store(partial + i, grad_weight, lanes);
+    accumulate(partial + i, grad_weight, first, lanes);
   });
 }
 
@@ -177,41 +161,12 @@ template <class X, class W, class Out>
 static void rms_norm_backward_chunks_of(const RmsNormBackward& p, int64_t chunk_begin,
                                         int64_t chunk_end) {
   for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
-    const int64_t row_begin = p.rows * chunk / p.partial_count;
-    const int64_t row_end = p.rows * (chunk + 1) / p.partial_count;
+    const RowRange rows = rows_of_chunk(p.rows, chunk, p.partial_count);
     float* partial = p.partials == nullptr ? nullptr : p.partials + chunk * p.dim;
-    if (partial != nullptr && row_begin == row_end) {
-      for_each_vector(0, p.dim,
-                      [&](int64_t i, auto lanes) { store(partial + i, Floats{}, lanes); });
-    }
-    int64_t row = row_begin;
-    for (; row + kRmsNormRowsAtOnce <= row_end; row += kRmsNormRowsAtOnce) {
-      rms_norm_backward_rows<kRmsNormRowsAtOnce, X, W, Out>(p, row, partial, row == row_begin);
-    }
-    for (; row < row_end; ++row) {
-      rms_norm_backward_rows<1, X, W, Out>(p, row, partial, row == row_begin);
-    }
-  }
-}
-
-// In float64, for a strip of columns at a time: there can be many chunks.
-template <class W>
-static void rms_norm_backward_weight_columns(const RmsNormBackward& p, int64_t column_begin,
-                                             int64_t column_end) {
-  constexpr int64_t kStrip = 512;
-  const int64_t chunks = p.rows == 0 ? 0 : p.partial_count;
-  W* grad_weight = static_cast<W*>(p.grad_weight);
-  for (int64_t begin = column_begin; begin < column_end; begin += kStrip) {
-    const int64_t size = column_end - begin < kStrip ? column_end - begin : kStrip;
-    double total[kStrip] = {};
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      const float* partial = p.partials + chunk * p.dim + begin;
-      for (int64_t i = 0; i < size; ++i) total[i] += partial[i];
-    }
-    float sum[kStrip];
-    for (int64_t i = 0; i < size; ++i) sum[i] = static_cast<float>(total[i]);
-    for_each_vector(0, size, [&](int64_t i, auto lanes) {
-      store(grad_weight + begin + i, load(sum + i, lanes), lanes);
+    if (partial != nullptr && rows.begin == rows.end) set_zero(partial, p.dim);
+    for_each_rows<kRmsNormRowsAtOnce>(rows, [&](auto at_once, int64_t row) {
+      rms_norm_backward_rows<decltype(at_once)::value, X, W, Out>(p, row, partial,
+                                                                  row == rows.begin);
     });
   }
 }
@@ -236,69 +191,44 @@ FUSELAGE_INLINE void rms_norm_visit_types(const Params& p, Visit visit) {
     if (p.weight_dtype == p.x_dtype) return visit_out(x, x);
     __builtin_trap();
   };
-  switch (p.x_dtype) {
-    case DType::float32: return visit_weight(float{});
-    case DType::float16: return visit_weight(Float16{});
-    case DType::bfloat16: return visit_weight(BFloat16{});
-  }
+  visit_dtype(p.x_dtype, visit_weight);
 }
 
-static void rms_norm_forward(const RmsNormForward& p, int64_t row_begin, int64_t row_end) {
+FUSELAGE_HIDDEN void rms_norm_forward(const RmsNormForward& p, int64_t row_begin, int64_t row_end) {
   rms_norm_visit_types(p, [&](auto x, auto w, auto out) {
     rms_norm_forward_rows<decltype(x), decltype(w), decltype(out)>(p, row_begin, row_end);
   });
 }
 
-static void rms_norm_backward(const RmsNormBackward& p, int64_t chunk_begin, int64_t chunk_end) {
+FUSELAGE_HIDDEN void rms_norm_backward(const RmsNormBackward& p, int64_t chunk_begin,
+                                       int64_t chunk_end) {
   rms_norm_visit_types(p, [&](auto x, auto w, auto out) {
     rms_norm_backward_chunks_of<decltype(x), decltype(w), decltype(out)>(p, chunk_begin, chunk_end);
   });
 }
 
-static void rms_norm_backward_weight(const RmsNormBackward& p, int64_t column_begin,
-                                     int64_t column_end) {
-  switch (p.weight_dtype) {
-    case DType::float32:
-      return rms_norm_backward_weight_columns<float>(p, column_begin, column_end);
-    case DType::float16:
-      return rms_norm_backward_weight_columns<Float16>(p, column_begin, column_end);
-    case DType::bfloat16:
-      return rms_norm_backward_weight_columns<BFloat16>(p, column_begin, column_end);
-  }
+FUSELAGE_HIDDEN void rms_norm_backward_weight(const RmsNormBackward& p, int64_t column_begin,
+                                              int64_t column_end) {
+  sum_columns(p.partials, p.rows == 0 ? 0 : p.partial_count, p.dim, p.grad_weight, p.weight_dtype,
+              column_begin, column_end);
 }
-
-extern FUSELAGE_HIDDEN const RmsNormFunctions rms_norm_functions;
-const RmsNormFunctions rms_norm_functions = {rms_norm_forward, rms_norm_backward,
-                                             rms_norm_backward_weight};
 
 }  // namespace FUSELAGE_ISA
 
 // The public functions
 
+FUSELAGE_PICK_ISA(rms_norm_forward, (const RmsNormForward& p, int64_t begin, int64_t end),
+                  (p, begin, end))
+FUSELAGE_PICK_ISA(rms_norm_backward, (const RmsNormBackward& p, int64_t begin, int64_t end),
+                  (p, begin, end))
+FUSELAGE_PICK_ISA(rms_norm_backward_weight, (const RmsNormBackward& p, int64_t begin, int64_t end),
+                  (p, begin, end))
+
 #if FUSELAGE_ISA_IS_BASELINE
 
-FUSELAGE_PICK_ISA(RmsNormFunctions, rms_norm_functions)
-
-void rms_norm_forward(const RmsNormForward& p, int64_t row_begin, int64_t row_end) {
-  functions_of_this_cpu().forward(p, row_begin, row_end);
-}
-
-void rms_norm_backward(const RmsNormBackward& p, int64_t chunk_begin, int64_t chunk_end) {
-  functions_of_this_cpu().backward(p, chunk_begin, chunk_end);
-}
-
-void rms_norm_backward_weight(const RmsNormBackward& p, int64_t column_begin, int64_t column_end) {
-  functions_of_this_cpu().backward_weight(p, column_begin, column_end);
-}
-
-// Enough chunks for many cores, and enough rows in each that its partial sums are small beside
-// them. The most rows keep the float32 sum over a chunk short, however many rows there are.
 int64_t rms_norm_backward_chunks(int64_t rows, int64_t /*dim*/) {
-  constexpr int64_t kChunks = 64, kLeastRows = 8, kMostRows = 128;
-  int64_t chunk_rows = (rows + kChunks - 1) / kChunks;
-  if (chunk_rows < kLeastRows) chunk_rows = kLeastRows;
-  if (chunk_rows > kMostRows) chunk_rows = kMostRows;
-  return rows == 0 ? 1 : (rows + chunk_rows - 1) / chunk_rows;
+  const int64_t chunk = baseline::chunk_rows(rows);
+  return rows == 0 ? 1 : (rows + chunk - 1) / chunk;
 }
 
 #endif

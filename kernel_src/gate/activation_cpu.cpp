@@ -1,24 +1,18 @@
 // The gate family on the CPU, forward and backward: formulas in gate/activation.h. Compiled once
-// per instruction set: see isa.h.
+// per instruction set: see common/cpu_isa.h.
 
-#include "cpu/activation.h"
+#include "gate/activation_cpu.h"
 
 #include <cstdint>
 
+#include "common/cpu_isa.h"
+#include "common/cpu_rows.h"
+#include "common/cpu_vector.h"
 #include "common/dtype.h"
-#include "cpu/isa.h"
-#include "cpu/vector.h"
 #include "gate/activation.h"
 #include "gate/activation_math.h"
 
 namespace fuselage::cpu {
-
-struct ActivationFunctions {
-  void (*forward)(const ActivationForward& p, int64_t begin, int64_t end);
-  void (*backward)(const ActivationBackward& p, int64_t begin, int64_t end);
-  void (*backward_chunk)(const ActivationBackward& p, int64_t begin, int64_t end);
-  void (*backward_bias)(const ActivationBackward& p, int64_t begin, int64_t end);
-};
 
 namespace FUSELAGE_ISA {
 
@@ -121,8 +115,7 @@ FUSELAGE_INLINE ActivationPair activation_load(const Params& p, const T* x, cons
   ActivationPair in = {load(x + i, lanes), Floats{}};
   if (kHasY && y != nullptr) in.y = load(y + i, lanes);
   if (Formula::kHasBias && p.bias != nullptr) {
-    in.x += p.bias_dtype == DType::float32 ? load(static_cast<const float*>(p.bias) + i, lanes)
-                                           : load(static_cast<const T*>(p.bias) + i, lanes);
+    in.x += load_as<T>(p.bias, p.bias_dtype, i, lanes);
   }
   return in;
 }
@@ -198,9 +191,7 @@ FUSELAGE_INLINE void activation_backward_rows(const ActivationBackward& p, int64
       if (grad_x[r] != nullptr) store(grad_x[r] + i, grad.x, lanes);
       if (kHasY && grad_y[r] != nullptr) store(grad_y[r] + i, grad.y, lanes);
     }
-    if (partial == nullptr) return;
-    if (!fresh) sum += load(partial + i, lanes);
-    store(partial + i, sum, lanes);
+    if (partial != nullptr) accumulate(partial + i, sum, fresh, lanes);
   });
 }
 
@@ -219,36 +210,11 @@ __attribute__((noinline)) static void activation_backward_chunks_of(
   const ActivationBackward p = params;
   constexpr int kRows = 4;  // at once, so that the partial sums are read and written less often
   for (int64_t chunk = begin; chunk < end; ++chunk) {
-    const int64_t first = p.rows * chunk / p.partial_count;
-    const int64_t last = p.rows * (chunk + 1) / p.partial_count;
+    const RowRange rows = rows_of_chunk(p.rows, chunk, p.partial_count);
     float* partial = p.partials + chunk * p.dim;
-    int64_t row = first;
-    for (; row + kRows <= last; row += kRows) {
-      activation_backward_rows<kRows, kHasY, T, Formula>(p, row, 0, p.dim, partial, row == first);
-    }
-    for (; row < last; ++row) {
-      activation_backward_rows<1, kHasY, T, Formula>(p, row, 0, p.dim, partial, row == first);
-    }
-  }
-}
-
-// In float64, for a strip of columns at a time.
-template <class B>
-static void activation_backward_bias_columns(const ActivationBackward& p, int64_t column_begin,
-                                             int64_t column_end) {
-  constexpr int64_t kStrip = 512;
-  B* grad_bias = static_cast<B*>(p.grad_bias);
-  for (int64_t begin = column_begin; begin < column_end; begin += kStrip) {
-    const int64_t size = column_end - begin < kStrip ? column_end - begin : kStrip;
-    double total[kStrip] = {};
-    for (int64_t chunk = 0; chunk < p.partial_count; ++chunk) {
-      const float* partial = p.partials + chunk * p.dim + begin;
-      for (int64_t i = 0; i < size; ++i) total[i] += partial[i];
-    }
-    float sum[kStrip];
-    for (int64_t i = 0; i < size; ++i) sum[i] = static_cast<float>(total[i]);
-    for_each_vector(0, size, [&](int64_t i, auto lanes) {
-      store(grad_bias + begin + i, load(sum + i, lanes), lanes);
+    for_each_rows<kRows>(rows, [&](auto at_once, int64_t row) {
+      activation_backward_rows<decltype(at_once)::value, kHasY, T, Formula>(
+          p, row, 0, p.dim, partial, row == rows.begin);
     });
   }
 }
@@ -284,28 +250,24 @@ FUSELAGE_INLINE void activation_visit_formula(const Params& p, Visit visit) {
 
 template <class Params, class Visit>
 FUSELAGE_INLINE void activation_visit(const Params& p, Visit visit) {
-  activation_visit_formula(p, [&](auto formula) {
-    switch (p.dtype) {
-      case DType::float32: return visit(float{}, formula);
-      case DType::float16: return visit(Float16{}, formula);
-      case DType::bfloat16: return visit(BFloat16{}, formula);
-    }
-  });
+  activation_visit_formula(
+      p, [&](auto formula) { visit_dtype(p.dtype, [&](auto t) { visit(t, formula); }); });
 }
 
-static void activation_forward(const ActivationForward& p, int64_t begin, int64_t end) {
+FUSELAGE_HIDDEN void activation_forward(const ActivationForward& p, int64_t begin, int64_t end) {
   activation_visit(p, [&](auto t, auto formula) {
     activation_forward_pieces<decltype(t), decltype(formula)>(p, begin, end);
   });
 }
 
-static void activation_backward(const ActivationBackward& p, int64_t begin, int64_t end) {
+FUSELAGE_HIDDEN void activation_backward(const ActivationBackward& p, int64_t begin, int64_t end) {
   activation_visit(p, [&](auto t, auto formula) {
     activation_backward_pieces<decltype(t), decltype(formula)>(p, begin, end);
   });
 }
 
-static void activation_backward_chunk(const ActivationBackward& p, int64_t begin, int64_t end) {
+FUSELAGE_HIDDEN void activation_backward_chunk(const ActivationBackward& p, int64_t begin,
+                                               int64_t end) {
   activation_visit(p, [&](auto t, auto formula) {
     using F = decltype(formula);
     if constexpr (F::kHasBias) {
@@ -316,56 +278,37 @@ static void activation_backward_chunk(const ActivationBackward& p, int64_t begin
   });
 }
 
-static void activation_backward_bias(const ActivationBackward& p, int64_t begin, int64_t end) {
-  switch (p.bias_dtype) {
-    case DType::float32: return activation_backward_bias_columns<float>(p, begin, end);
-    case DType::float16: return activation_backward_bias_columns<Float16>(p, begin, end);
-    case DType::bfloat16: return activation_backward_bias_columns<BFloat16>(p, begin, end);
-  }
+FUSELAGE_HIDDEN void activation_backward_bias(const ActivationBackward& p, int64_t begin,
+                                              int64_t end) {
+  sum_columns(p.partials, p.partial_count, p.dim, p.grad_bias, p.bias_dtype, begin, end);
 }
-
-extern FUSELAGE_HIDDEN const ActivationFunctions activation_functions;
-const ActivationFunctions activation_functions = {
-    activation_forward, activation_backward, activation_backward_chunk, activation_backward_bias};
 
 }  // namespace FUSELAGE_ISA
 
 // The public functions
 
-#if FUSELAGE_ISA_IS_BASELINE
+FUSELAGE_PICK_ISA(activation_forward, (const ActivationForward& p, int64_t begin, int64_t end),
+                  (p, begin, end))
+FUSELAGE_PICK_ISA(activation_backward, (const ActivationBackward& p, int64_t begin, int64_t end),
+                  (p, begin, end))
+FUSELAGE_PICK_ISA(activation_backward_chunk,
+                  (const ActivationBackward& p, int64_t begin, int64_t end), (p, begin, end))
+FUSELAGE_PICK_ISA(activation_backward_bias,
+                  (const ActivationBackward& p, int64_t begin, int64_t end), (p, begin, end))
 
-FUSELAGE_PICK_ISA(ActivationFunctions, activation_functions)
+#if FUSELAGE_ISA_IS_BASELINE
 
 int64_t activation_pieces(int64_t rows, int64_t dim) {
   return rows * ((dim + kActivationColumns - 1) / kActivationColumns);
 }
 
-void activation_forward(const ActivationForward& p, int64_t begin, int64_t end) {
-  functions_of_this_cpu().forward(p, begin, end);
-}
-
-void activation_backward(const ActivationBackward& p, int64_t begin, int64_t end) {
-  functions_of_this_cpu().backward(p, begin, end);
-}
-
-// Enough chunks for many cores, and enough rows in each that its partial sums are small beside them
-// and that it is worth a task. The most rows keep the float32 sum over a chunk short, however many
-// rows there are.
+// A chunk has enough elements to be worth a task.
 int64_t activation_backward_chunks(int64_t rows, int64_t dim) {
-  constexpr int64_t kChunks = 64, kLeastRows = 8, kMostRows = 128, kLeastElements = 32768;
-  int64_t chunk_rows = (rows + kChunks - 1) / kChunks;
-  if (chunk_rows < kLeastElements / dim) chunk_rows = kLeastElements / dim;
-  if (chunk_rows < kLeastRows) chunk_rows = kLeastRows;
-  if (chunk_rows > kMostRows) chunk_rows = kMostRows;
-  return (rows + chunk_rows - 1) / chunk_rows;
-}
-
-void activation_backward_chunk(const ActivationBackward& p, int64_t begin, int64_t end) {
-  functions_of_this_cpu().backward_chunk(p, begin, end);
-}
-
-void activation_backward_bias(const ActivationBackward& p, int64_t begin, int64_t end) {
-  functions_of_this_cpu().backward_bias(p, begin, end);
+  constexpr int64_t kLeastRows = 8, kLeastElements = 32768;
+  const int64_t rows_of_a_task = kLeastElements / dim;
+  const int64_t least = rows_of_a_task > kLeastRows ? rows_of_a_task : kLeastRows;
+  const int64_t chunk = baseline::chunk_rows(rows, least);
+  return (rows + chunk - 1) / chunk;
 }
 
 #endif

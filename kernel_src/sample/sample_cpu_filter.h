@@ -1,9 +1,9 @@
 // The filters of the sampling family on the CPU.
 //
-// Part of cpu/sample.cpp, which says how it is compiled.
+// Part of sample/sample_cpu.cpp, which says how it is compiled.
 #pragma once
 
-#include "cpu/sample_rows.h"
+#include "sample/sample_cpu_rows.h"
 
 namespace fuselage::cpu {
 namespace FUSELAGE_ISA {
@@ -160,7 +160,8 @@ static void sample_row(const GumbelSample& p, int64_t row, SampleRow& found) {
   }
 }
 
-static void sample_rows(const GumbelSample& p, SampleRow* rows, int64_t begin, int64_t end) {
+FUSELAGE_HIDDEN void sample_rows(const GumbelSample& p, SampleRow* rows, int64_t begin,
+                                 int64_t end) {
   for (int64_t row = begin; row < end; ++row) sample_row(p, row, rows[row]);
 }
 

@@ -1,64 +1,37 @@
 // The sampling family on the CPU: formulas in sample/sample.h, noise and weights in
-// sample/gumbel.h. Compiled once per instruction set: see isa.h.
+// sample/gumbel.h. Compiled once per instruction set: see common/cpu_isa.h.
 
-#include "cpu/sample.h"
+#include "sample/sample_cpu.h"
 
 #include <cstdint>
 
-#include "cpu/isa.h"
-#include "cpu/lm_head.h"
-#include "cpu/sample_draw.h"
-#include "cpu/sample_filter.h"
+#include "common/cpu_isa.h"
+#include "sample/lm_head_cpu.h"
+#include "sample/sample_cpu_draw.h"
+#include "sample/sample_cpu_filter.h"
 
 namespace fuselage::cpu {
 
-struct SampleFunctions {
-  void (*rows)(const GumbelSample& p, SampleRow* rows, int64_t begin, int64_t end);
-  void (*draw)(const GumbelSample& p, const SampleRow* rows, SampleCandidate* candidates,
-               int64_t begin, int64_t end);
-  void (*hidden)(const LmHead& p, float* hidden, int64_t begin, int64_t end);
-  void (*logits)(const LmHead& p, const float* hidden, float* scratch, float* logits,
-                 int64_t stride, int64_t begin, int64_t end);
-  void (*head_draw)(const LmHead& p, const Draws& draws, const float* hidden, float* scratch,
-                    SampleCandidate* candidates, int64_t begin, int64_t end);
-};
+// The public functions
 
-namespace FUSELAGE_ISA {
-
-extern FUSELAGE_HIDDEN const SampleFunctions sample_functions;
-const SampleFunctions sample_functions = {sample_rows, sample_draw, lm_head_hidden, lm_head_logits,
-                                          lm_head_draw};
-
-}  // namespace FUSELAGE_ISA
-
-// ---- the public functions ----
+FUSELAGE_PICK_ISA(sample_rows, (const GumbelSample& p, SampleRow* rows, int64_t begin, int64_t end),
+                  (p, rows, begin, end))
+FUSELAGE_PICK_ISA(sample_draw,
+                  (const GumbelSample& p, const SampleRow* rows, SampleCandidate* candidates,
+                   int64_t begin, int64_t end),
+                  (p, rows, candidates, begin, end))
+FUSELAGE_PICK_ISA(lm_head_hidden, (const LmHead& p, float* hidden, int64_t begin, int64_t end),
+                  (p, hidden, begin, end))
+FUSELAGE_PICK_ISA(lm_head_logits,
+                  (const LmHead& p, const float* hidden, float* scratch, float* logits,
+                   int64_t stride, int64_t begin, int64_t end),
+                  (p, hidden, scratch, logits, stride, begin, end))
+FUSELAGE_PICK_ISA(lm_head_draw,
+                  (const LmHead& p, const Draws& draws, const float* hidden, float* scratch,
+                   SampleCandidate* candidates, int64_t begin, int64_t end),
+                  (p, draws, hidden, scratch, candidates, begin, end))
 
 #if FUSELAGE_ISA_IS_BASELINE
-
-FUSELAGE_PICK_ISA(SampleFunctions, sample_functions)
-
-void sample_rows(const GumbelSample& p, SampleRow* rows, int64_t begin, int64_t end) {
-  functions_of_this_cpu().rows(p, rows, begin, end);
-}
-
-void sample_draw(const GumbelSample& p, const SampleRow* rows, SampleCandidate* candidates,
-                 int64_t begin, int64_t end) {
-  functions_of_this_cpu().draw(p, rows, candidates, begin, end);
-}
-
-void lm_head_hidden(const LmHead& p, float* hidden, int64_t begin, int64_t end) {
-  functions_of_this_cpu().hidden(p, hidden, begin, end);
-}
-
-void lm_head_logits(const LmHead& p, const float* hidden, float* scratch, float* logits,
-                    int64_t stride, int64_t begin, int64_t end) {
-  functions_of_this_cpu().logits(p, hidden, scratch, logits, stride, begin, end);
-}
-
-void lm_head_draw(const LmHead& p, const Draws& draws, const float* hidden, float* scratch,
-                  SampleCandidate* candidates, int64_t begin, int64_t end) {
-  functions_of_this_cpu().head_draw(p, draws, hidden, scratch, candidates, begin, end);
-}
 
 int64_t lm_head_logits_scratch(const LmHead& p) { return baseline::kLmHeadRows * p.dim; }
 

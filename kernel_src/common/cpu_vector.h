@@ -13,7 +13,8 @@
 
 #include <cstdint>
 
-#include "cpu/isa.h"
+#include "common/cpu_isa.h"
+#include "common/dtype.h"
 
 #if FUSELAGE_VECTOR_BYTES > 16
 #include <immintrin.h>
@@ -203,6 +204,31 @@ FUSELAGE_INLINE Floats round_to(T, Floats value) {
   return decode(T{}, encode(T{}, value));
 }
 
+// Types that are known when a kernel runs.
+
+// visit(T{}), where T has the elements of `dtype`.
+template <class Visit>
+FUSELAGE_INLINE void visit_dtype(DType dtype, Visit visit) {
+  switch (dtype) {
+    case DType::float32: return visit(float{});
+    case DType::float16: return visit(Float16{});
+    case DType::bfloat16: return visit(BFloat16{});
+  }
+}
+
+// Elements from i on of data of T, or of float32.
+template <class T, class Lanes>
+FUSELAGE_INLINE Floats load_as(const void* data, DType dtype, int64_t i, Lanes lanes) {
+  if (dtype == DType::float32) return load(static_cast<const float*>(data) + i, lanes);
+  return load(static_cast<const T*>(data) + i, lanes);
+}
+
+template <class T, class Lanes>
+FUSELAGE_INLINE void store_as(void* data, DType dtype, int64_t i, Floats value, Lanes lanes) {
+  if (dtype == DType::float32) return store(static_cast<float*>(data) + i, value, lanes);
+  store(static_cast<T*>(data) + i, value, lanes);
+}
+
 // Loops.
 
 // body(i, lanes) for the vectors of [begin, end).
@@ -211,6 +237,12 @@ FUSELAGE_INLINE void for_each_vector(int64_t begin, int64_t end, Body body) {
   int64_t i = begin;
   for (; i + kLanes <= end; i += kLanes) body(i, AllLanes{});
   if (i < end) body(i, FirstLanes{int(end - i)});
+}
+
+template <class T>
+static void set_zero(T* row,  // [dim]
+                     int64_t dim) {
+  for_each_vector(0, dim, [&](int64_t i, auto lanes) { store(row + i, Floats{}, lanes); });
 }
 
 FUSELAGE_INLINE float sum_lanes(Floats value) {
@@ -245,6 +277,20 @@ FUSELAGE_INLINE double sum_vectors(int64_t size, Term term) {
     total += sum_lanes((sum0 + sum1) + (sum2 + sum3));
   }
   return total;
+}
+
+template <class T>
+FUSELAGE_INLINE double sum_squares(const T* row,  // [dim]
+                                   int64_t dim) {
+  return sum_vectors(dim, [&](int64_t i, auto lanes) {
+    const Floats value = load(row + i, lanes);
+    return value * value;
+  });
+}
+
+// 1 / sqrt(mean + eps), of the mean of a row's squares.
+FUSELAGE_INLINE float rstd_of(double mean, float eps) {
+  return 1 / __builtin_sqrtf(static_cast<float>(mean) + eps);
 }
 
 // Whether all of a row is zero. A row without statistics, one that overflowed or holds a NaN, has a

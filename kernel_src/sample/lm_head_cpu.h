@@ -1,15 +1,15 @@
 // The language-model head on the CPU.
 //
-// Part of cpu/sample.cpp, which says how it is compiled.
+// Part of sample/sample_cpu.cpp, which says how it is compiled.
 #pragma once
 
 #include "common/float8.h"
-#include "cpu/sample_draw.h"
+#include "sample/sample_cpu_draw.h"
 
 namespace fuselage::cpu {
 namespace FUSELAGE_ISA {
 
-static void lm_head_hidden(const LmHead& p, float* hidden, int64_t begin, int64_t end) {
+FUSELAGE_HIDDEN void lm_head_hidden(const LmHead& p, float* hidden, int64_t begin, int64_t end) {
   sample_visit(p.hidden, p.dtype, [&](const auto* data) {
     for (int64_t row = begin; row < end; ++row)
       sample_load_as(data + row * p.hidden_stride, hidden + row * p.dim, p.dim);
@@ -117,8 +117,8 @@ static void lm_head_piece_of(const LmHead& p, const float* hidden, float* scratc
   });
 }
 
-static void lm_head_logits(const LmHead& p, const float* hidden, float* scratch, float* logits,
-                           int64_t stride, int64_t begin, int64_t end) {
+FUSELAGE_HIDDEN void lm_head_logits(const LmHead& p, const float* hidden, float* scratch,
+                                    float* logits, int64_t stride, int64_t begin, int64_t end) {
   for (int64_t piece = begin; piece < end; ++piece) {
     const int64_t row = piece * kLmHeadPiece;
     const int64_t row_end = p.vocab - row < kLmHeadPiece ? p.vocab : row + kLmHeadPiece;
@@ -126,8 +126,9 @@ static void lm_head_logits(const LmHead& p, const float* hidden, float* scratch,
   }
 }
 
-static void lm_head_draw(const LmHead& p, const Draws& draws, const float* hidden, float* scratch,
-                         SampleCandidate* candidates, int64_t begin, int64_t end) {
+FUSELAGE_HIDDEN void lm_head_draw(const LmHead& p, const Draws& draws, const float* hidden,
+                                  float* scratch, SampleCandidate* candidates, int64_t begin,
+                                  int64_t end) {
   const int64_t pieces = lm_head_pieces(p.vocab);
   float* logits = scratch + kLmHeadRows * p.dim;
   for (int64_t piece = begin; piece < end; ++piece) {

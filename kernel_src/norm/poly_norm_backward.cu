@@ -1,0 +1,414 @@
+// The backward of the poly_norm operators. How both directions go about it: norm/poly_norm.cu.
+#include "norm/poly_norm.h"
+
+#include "norm/poly_norm_launch.h"
+
+namespace fuselage {
+namespace {
+
+// One vector of each input, as floats: the gradient of the product y * mul, x, and mul.
+template <Form kForm, int N>
+struct Inputs {
+  float grad[N], x[N], mul[N];
+
+  template <typename T>
+  __device__ __forceinline__ Inputs(const Vector<T, N>& grad_out, const Vector<T, N>& x_packed,
+                                    const Vector<T, N>& mul_packed, const Polynomial& y,
+                                    bool clamps, float limit) {
+    grad_out.to_floats(grad);
+    cut_floats<kForm>(x_packed, clamps, limit, x);
+    if constexpr (has_mul(kForm)) cut_floats<kForm>(mul_packed, clamps, limit, mul);
+    if constexpr (kForm == Form::grouped) {
+      if (!clamps) return;
+      float product[N];
+#pragma unroll
+      for (int k = 0; k < N; ++k) product[k] = y(x[k]) * mul[k];
+      zero_clamped(grad, product, limit);
+    }
+  }
+  // The gradient of y.
+  __device__ __forceinline__ void multiply_grad() {
+    if constexpr (has_mul(kForm)) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) grad[k] *= mul[k];
+    }
+  }
+};
+
+// The gradients of one vector, written where `inside`.
+template <Form kForm, bool kAligned, typename T, int N>
+__device__ __forceinline__ void write_gradients(const Vector<T, N>& grad_out,
+                                                const Vector<T, N>& x_packed,
+                                                const Vector<T, N>& mul_packed, const Polynomial& y,
+                                                const Derivative& derivative, bool padding,
+                                                bool clamps, float limit, T* grad_x, T* grad_mul,
+                                                int column, int dim, bool inside) {
+  Inputs<kForm, N> in(grad_out, x_packed, mul_packed, y, clamps, limit);
+  if constexpr (has_mul(kForm)) {
+    if (grad_mul != nullptr) {
+      float values[N];
+#pragma unroll
+      for (int k = 0; k < N; ++k) values[k] = in.grad[k] * y(in.x[k]);
+      if constexpr (kForm == Form::grouped) {
+        float uncut[N];
+        mul_packed.to_floats(uncut);
+        if (clamps) zero_clamped(values, uncut, limit);
+#pragma unroll
+        for (int k = 0; k < N; ++k) values[k] = padding ? 0.0f : values[k];
+      }
+      store<kAligned>(Vector<T, N>::from_floats(values), grad_mul, column, dim, inside);
+    }
+  }
+  if (grad_x == nullptr) return;
+  in.multiply_grad();
+  float values[N];
+#pragma unroll
+  for (int k = 0; k < N; ++k) values[k] = derivative.grad_x(in.grad[k], in.x[k]);
+  if constexpr (kForm == Form::grouped) {
+    float uncut[N];
+    x_packed.to_floats(uncut);
+    if (clamps) zero_clamped(values, uncut, limit);
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] = padding ? 0.0f : values[k];
+  }
+  store<kAligned>(Vector<T, N>::from_floats(values), grad_x, column, dim, inside);
+}
+
+__device__ __forceinline__ void load_rstd(const float* saved, int64_t row, float (&rstd)[3]) {
+#pragma unroll
+  for (int k = 0; k < 3; ++k) rstd[k] = saved[3 * row + k];
+}
+
+// The part of a row in the gradients of weight and bias.
+__device__ __forceinline__ float4 weight_part(const float (&rstd)[3], const float* sums) {
+  return make_float4(sums[0] * rstd[0], sums[1] * rstd[1], sums[2] * rstd[2], sums[3]);
+}
+
+__device__ __forceinline__ void add(float4& total, const float4& part) {
+  total.x += part.x;
+  total.y += part.y;
+  total.z += part.z;
+  total.w += part.w;
+}
+
+// That of another lane of the row.
+__device__ __forceinline__ float4 from(const float4& values, int lane) {
+  const int width = blockDim.x;
+  return make_float4(shuffle_from(values.x, lane, width), shuffle_from(values.y, lane, width),
+                     shuffle_from(values.z, lane, width), shuffle_from(values.w, lane, width));
+}
+
+// Leaves the sum of what the first threads of the block's rows have, in order, as the block's
+// partial sum.
+__device__ __forceinline__ void leave_partial(const float4& total, float* partials, int index,
+                                              bool first_of_row) {
+  __shared__ float4 rows[kPolyNormShortThreads];
+  if (first_of_row) rows[threadIdx.y] = total;
+  __syncthreads();
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  if (thread >= kWarpSize) return;
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (int row = thread; row < static_cast<int>(blockDim.y); row += kWarpSize) add(sum, rows[row]);
+  sum = make_float4(warp_sum(sum.x, kWarpSize), warp_sum(sum.y, kWarpSize),
+                    warp_sum(sum.z, kWarpSize), warp_sum(sum.w, kWarpSize));
+  if (thread == 0) reinterpret_cast<float4*>(partials)[index] = sum;
+}
+
+// Grid: x over groups of blocks (a cluster, or one), which go round until there are no rows left.
+// Block: (threads_per_row, rows_per_block). `blocks_in_cluster` counts with kLong alone.
+//
+// A thread has kVectors vectors of each of kRows rows, together its slots.
+template <typename T, int kVectors, int kRows, Form kForm, bool kLong>
+__global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
+                                  : kLong   ? kPolyNormLongThreads
+                                            : poly_norm_threads(has_mul(kForm)),
+                                  kRows > 1 ? 4
+                                  : kLong   ? 1
+                                            : 2)
+    poly_norm_backward_kernel(const PolyNormBackward p, const int blocks_in_cluster) {
+  constexpr bool kAligned = true;
+  constexpr int N = 16 / sizeof(T);
+  constexpr bool kMul = has_mul(kForm);
+  constexpr int kSlots = kRows * kVectors;
+  const int cluster = kLong && kCompilesClusters ? blocks_in_cluster : 1;
+  __shared__ RowSumScratch<4> scratch[2];
+  const int dim = static_cast<int>(p.dim);
+  const int step = blockDim.x * N;  // between a thread's vectors
+  const int block_in_row = cluster > 1 ? cluster_rank() : 0;
+  const int group = cluster > 1 ? blockIdx.x / cluster : blockIdx.x;
+  const int first_column = block_in_row * kVectors * step + threadIdx.x * N;
+  const int64_t rows_at_once = int64_t{blockDim.y} * kRows;
+  const int64_t row_step = rows_at_once * (gridDim.x / cluster);
+  const bool cuts = clamps<kForm>(p);
+  const int64_t rows = rows_to_read<kForm>(p);
+  const auto row_of = [](int slot) { return kRows > 1 ? slot / kVectors : 0; };
+  const auto column_of = [&](int slot) { return first_column + slot % kVectors * step; };
+
+  row_sum_start(cluster, scratch);
+  RowFactors<T, kForm> factors;
+  factors.load_common(p);
+  const int own = row_of_lane<kRows>(blockDim.x);
+  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  int turn = 0;
+  for (int64_t block_row = group * rows_at_once; block_row < p.rows; block_row += row_step) {
+    const int64_t first_row = block_row + int64_t{threadIdx.y} * kRows;
+    const auto grad_out_of = [&](int slot) {
+      return static_cast<const T*>(p.grad_out) + (first_row + row_of(slot)) * p.grad_out_stride;
+    };
+    const auto x_of = [&](int slot) {
+      return static_cast<const T*>(p.x) + (first_row + row_of(slot)) * p.x_stride;
+    };
+    const auto mul_of = [&](int slot) {
+      return static_cast<const T*>(p.mul) + (first_row + row_of(slot)) * p.mul_stride;
+    };
+    // Rows past the end are empty.
+    const auto dim_of = [&](int slot) { return first_row + row_of(slot) < rows ? dim : 0; };
+    const auto write_dim_of = [&](int slot) {
+      return kForm == Form::grouped ? (first_row + row_of(slot) < p.rows ? dim : 0) : dim_of(slot);
+    };
+
+    // Of several rows, a thread looks after the sums of one.
+    const int64_t own_row = first_row + own;
+    float rstd[3];
+    load_rstd(p.rstd, own_row < p.rows ? own_row : p.rows - 1, rstd);
+
+    // Start to load everything.
+    Loading<T, N, kAligned> grad_out_loading[kSlots], x_loading[kSlots],
+        mul_loading[kMul ? kSlots : 1];
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      grad_out_loading[s].start(grad_out_of(s), column_of(s), dim_of(s));
+      x_loading[s].start(x_of(s), column_of(s), dim_of(s));
+      if constexpr (kMul) mul_loading[s].start(mul_of(s), column_of(s), dim_of(s));
+    }
+    factors.load_of_row(p, first_row);
+
+    // The sums of each row.
+    Vector<T, N> grad_packed[kSlots], x_packed[kSlots], mul_packed[kSlots];
+    float sums[kRows][4] = {};
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      grad_packed[s] = grad_out_loading[s].finish(grad_out_of(s), column_of(s), dim_of(s));
+      x_packed[s] = x_loading[s].finish(x_of(s), column_of(s), dim_of(s));
+      mul_packed[s] = Vector<T, N>{};
+      if constexpr (kMul) mul_packed[s] = mul_loading[s].finish(mul_of(s), column_of(s), dim_of(s));
+      Inputs<kForm, N> in(grad_packed[s], x_packed[s], mul_packed[s],
+                          Polynomial(factors.factors, rstd), cuts, p.hidden_clamp);
+      in.multiply_grad();
+      add_products(in.grad, in.x, sums[row_of(s)]);
+    }
+    if (turn == 0) row_sum_end(cluster);
+    float own_sums[4];
+    if constexpr (kRows > 1) {
+      warp_sums_of_rows(sums, own_sums, blockDim.x);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) own_sums[k] = sums[0][k];
+      row_sum<false>(own_sums, cluster, scratch, turn);
+    }
+    const Polynomial own_y(factors.factors, rstd);
+    const Derivative own_derivative(own_y, rstd, own_sums, static_cast<float>(dim));
+    if (own_row < p.rows) {
+      const float4 part = weight_part(rstd, own_sums);
+      if constexpr (kForm == Form::grouped) {
+        if (p.partials != nullptr && first_column == 0 && !factors.is_padding)
+          reinterpret_cast<float4*>(p.partials)[own_row] = part;
+      } else {
+        add(total, part);
+      }
+    }
+
+    // Write the gradients.
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t row = first_row + i;
+      const int lane = lane_of_row<kRows>(i, blockDim.x);
+      const Polynomial y = kRows > 1 ? own_y.from(lane, blockDim.x) : own_y;
+      const Derivative derivative =
+          kRows > 1 ? own_derivative.from(y, lane, blockDim.x) : own_derivative;
+      T* grad_x = static_cast<T*>(p.grad_x);
+      T* grad_mul = static_cast<T*>(p.grad_mul);
+      if (grad_x != nullptr) grad_x += row * p.grad_x_stride;
+      if (grad_mul != nullptr) grad_mul += row * p.grad_mul_stride;
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        const int s = i * kVectors + j;
+        const int column = column_of(s);
+        write_gradients<kForm, kAligned>(grad_packed[s], x_packed[s], mul_packed[s], y, derivative,
+                                         factors.is_padding, cuts, p.hidden_clamp, grad_x, grad_mul,
+                                         column, dim, column < write_dim_of(s));
+      }
+    }
+    ++turn;
+  }
+  launch_dependents();
+  if constexpr (kRows > 1) {
+    float4 of_all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) add(of_all, from(total, lane_of_row<kRows>(i, blockDim.x)));
+    total = of_all;
+  }
+  if constexpr (kForm != Form::grouped) {
+    if (p.partials != nullptr && block_in_row == 0)
+      leave_partial(total, p.partials, group, threadIdx.x == 0);
+  }
+}
+
+// Rows of any length and alignment, read twice. A block has `slice` columns of each of blockDim.y
+// rows at a time. Of shorter rows, threads have the columns, and one after the other the rows
+// (`rows_per_thread` of them), that those of the kernel above have at once.
+template <typename T, Form kForm>
+__global__ void __launch_bounds__(kPolyNormLongThreads)
+    poly_norm_backward_streamed_kernel(const PolyNormBackward p, const int cluster, const int slice,
+                                       const int rows_per_thread) {
+  constexpr bool kAligned = false;
+  constexpr int N = 16 / sizeof(T);
+  __shared__ RowSumScratch<4> scratch[2];
+  const int dim = static_cast<int>(p.dim);
+  const int block_in_row = cluster > 1 ? cluster_rank() : 0;
+  const int group = blockIdx.x / cluster;
+  const int begin = block_in_row * slice, end = min(begin + slice, dim);
+  const int step = blockDim.x * N;
+  const bool cuts = clamps<kForm>(p);
+  const int64_t rows = rows_to_read<kForm>(p);
+  const int64_t rows_at_once = int64_t{blockDim.y} * rows_per_thread;
+  const int64_t row_step = rows_at_once * (gridDim.x / cluster);
+
+  row_sum_start(cluster, scratch);
+  RowFactors<T, kForm> factors;
+  factors.load_common(p);
+  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  int turn = 0;
+#pragma unroll 1
+  for (int i = 0; i < rows_per_thread; ++i) {
+    float4 total_of_row = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+    for (int64_t block_row = group * rows_at_once; block_row < p.rows; block_row += row_step) {
+      const int64_t row = block_row + int64_t{threadIdx.y} * rows_per_thread + i;
+      const T* grad_out = static_cast<const T*>(p.grad_out) + row * p.grad_out_stride;
+      const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+      const T* mul = static_cast<const T*>(p.mul) + row * p.mul_stride;
+      T* grad_x = static_cast<T*>(p.grad_x);
+      T* grad_mul = static_cast<T*>(p.grad_mul);
+      if (grad_x != nullptr) grad_x += row * p.grad_x_stride;
+      if (grad_mul != nullptr) grad_mul += row * p.grad_mul_stride;
+      factors.load_of_row(p, row);
+      // Rows past the end are empty.
+      const int dim_to_read = row < rows ? dim : 0;
+      const int dim_to_write = row < p.rows ? dim : 0;
+      float rstd[3];
+      load_rstd(p.rstd, row < p.rows ? row : p.rows - 1, rstd);
+      const Polynomial y(factors.factors, rstd);
+      constexpr int kBatch = 2;
+      using Batch = BatchLoading<T, N, kBatch>;
+      using MulBatch = BatchLoading<T, N, kBatch, has_mul(kForm)>;
+      float sums[4] = {};
+#pragma unroll 1
+      for (int start = begin; start < end; start += kBatch * step) {
+        const int first_column = start + threadIdx.x * N;
+        const Batch grad_out_batch(grad_out, first_column, step, end, dim_to_read);
+        const Batch x_batch(x, first_column, step, end, dim_to_read);
+        const MulBatch mul_batch(mul, first_column, step, end, dim_to_read);
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          Inputs<kForm, N> in(grad_out_batch.finish(b), x_batch.finish(b), mul_batch.finish(b), y,
+                              cuts, p.hidden_clamp);
+          in.multiply_grad();
+          add_products(in.grad, in.x, sums);
+        }
+      }
+      if (turn == 0) row_sum_end(cluster);
+      row_sum<false>(sums, cluster, scratch, turn);
+      const Derivative derivative(y, rstd, sums, static_cast<float>(dim));
+      if (row < p.rows) {
+        const float4 part = weight_part(rstd, sums);
+        if constexpr (kForm == Form::grouped) {
+          if (p.partials != nullptr && begin == 0 && threadIdx.x == 0 && !factors.is_padding)
+            reinterpret_cast<float4*>(p.partials)[row] = part;
+        } else {
+          add(total_of_row, part);
+        }
+      }
+
+      // NOTE: all lanes of a warp store together.
+#pragma unroll 1
+      for (int start = begin; start < end; start += step) {
+        const int column = start + threadIdx.x * N;
+        Vector<T, N> mul_packed{};
+        if constexpr (has_mul(kForm)) mul_packed = load<kAligned, N>(mul, column, dim_to_read);
+        write_gradients<kForm, kAligned>(load<kAligned, N>(grad_out, column, dim_to_read),
+                                         load<kAligned, N>(x, column, dim_to_read), mul_packed, y,
+                                         derivative, factors.is_padding, cuts, p.hidden_clamp,
+                                         grad_x, grad_mul, column, dim, column < dim_to_write);
+      }
+      ++turn;
+    }
+    add(total, total_of_row);
+  }
+  launch_dependents();
+  if constexpr (kForm != Form::grouped) {
+    if (p.partials != nullptr && block_in_row == 0)
+      leave_partial(total, p.partials, group, threadIdx.x == 0);
+  }
+}
+
+// The gradients of weight and bias: sums of the partial sums, in an order that depends on their
+// number alone. Grid: one block an expert.
+__global__ void __launch_bounds__(1024) poly_norm_backward_weight_kernel(const PolyNormBackward p) {
+  __shared__ RowSumScratch<4> scratch[1];
+  const int64_t expert = blockIdx.x;
+  int64_t begin = 0, end = p.partial_count;
+  if (p.offs != nullptr) {
+    if (expert > 0) begin = max(p.offs[expert - 1], 0);
+    end = min(static_cast<int64_t>(p.offs[expert]), end);
+  }
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  grid_dependency_wait();
+#pragma unroll 4
+  for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x)
+    add(sum, reinterpret_cast<const float4*>(p.partials)[i]);
+  float sums[4] = {sum.x, sum.y, sum.z, sum.w};
+  row_sum<false>(sums, 1, scratch, 0);
+  if (threadIdx.x != 0) return;
+  if (p.grad_weight != nullptr) {
+#pragma unroll
+    for (int k = 0; k < 3; ++k) store_value(p.grad_weight, p.weight_dtype, 3 * expert + k, sums[k]);
+  }
+  if (p.grad_bias != nullptr) store_value(p.grad_bias, p.bias_dtype, expert, sums[3]);
+}
+
+}  // namespace
+
+namespace gpu {
+
+int64_t poly_norm_backward_partials(const PolyNormBackward& p, int device) {
+  return p.offs != nullptr ? p.rows : poly_norm_backward_policy(device_info(device), p).groups;
+}
+
+const char* poly_norm_backward(const PolyNormBackward& p, int device, void* raw_stream) {
+  const gpuStream stream = static_cast<gpuStream>(raw_stream);
+  const PolyNormBackwardPolicy policy = poly_norm_backward_policy(device_info(device), p);
+  const RowPolicy& row = policy.row;
+  const gpuError error = dispatch(p, [&](auto tag, auto form) {
+    using T = typename decltype(tag)::type;
+    constexpr Form kForm = decltype(form)::value;
+    const dim3 grid(policy.groups * row.cluster);
+    const dim3 block(row.threads_per_row, row.rows_per_block);
+    if (row.streamed || !is_aligned(p)) {
+      return gpu_launch(&poly_norm_backward_streamed_kernel<T, kForm>, grid, block, 0, row.cluster,
+                        stream, p, row.cluster, streamed_slice(row, p.dim, p.dtype),
+                        row.rows_per_thread);
+    }
+    const bool is_long = row.cluster > 1 || row.threads_per_row > poly_norm_threads(has_mul(kForm));
+    return with_row_kernel<kForm>(row, is_long, [&](auto vectors, auto rows, auto is_long) {
+      return gpu_launch(&poly_norm_backward_kernel<T, vectors, rows, kForm, is_long>, grid, block,
+                        0, row.cluster, stream, p, row.cluster);
+    });
+  });
+  if (error != gpuSuccess || p.partials == nullptr || p.experts == 0) return message_of(error);
+  return message_of(gpu_launch_after(&poly_norm_backward_weight_kernel, dim3(p.experts),
+                                     dim3(poly_norm_weight_threads(p)), stream, p));
+}
+
+}  // namespace gpu
+}  // namespace fuselage

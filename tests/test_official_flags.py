@@ -1,0 +1,147 @@
+"""The local builder's flags against those of kernel-builder's CMake: what differs, and why.
+
+What kernel-builder gives is recorded here as `ninja -t commands` prints it for a project generated
+from build.toml at the revision of flake.lock, with Torch 2.13, in a Release build; without paths,
+and without what names the target's own files.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from builder.compile import Toolchain, gencode_flags, link_flags, ninja_file, plan
+from builder.config import load
+from builder.toolchain import Compiler, Cuda, Torch
+from conftest import REPO_DIR
+
+OPS = "_fuselage_cpu_0123456"
+DEFINES = (
+    f"-DPy_LIMITED_API=3 -DTORCH_EXTENSION_NAME={OPS} -DTORCH_TARGET_VERSION=0x20a000000000000 "
+    f"-DUSE_C10D_GLOO -DUSE_DISTRIBUTED -DUSE_RPC -DUSE_TENSORPIPE -D{OPS}_EXPORTS"
+)
+OFFICIAL = {
+    ("cpu", "cxx"): f"-DCPU_KERNEL {DEFINES} -O3 -DNDEBUG -std=gnu++20 -fPIC -fno-gnu-unique",
+    ("cuda", "cxx"): (
+        f"-DCUDA_KERNEL -DUSE_CUDA=1 {DEFINES} -O3 -DNDEBUG -std=gnu++20 -fPIC -fno-gnu-unique"
+    ),
+    ("cuda", "cuda"): (
+        f"-DCUDA_KERNEL -DUSE_CUDA=1 {DEFINES} -O3 -DNDEBUG -std=c++20 -Xcompiler=-fPIC "
+        "--expt-relaxed-constexpr -DENABLE_FP8 -forward-unknown-to-host-compiler -x cu"
+    ),
+}
+OFFICIAL_LINK = {
+    "cpu": "-fPIC -O3 -DNDEBUG -shared libtorch.so libc10.so libtorch_cpu.so",
+    "cuda": (
+        "-fPIC -O3 -DNDEBUG -shared libtorch.so libc10.so libtorch_cpu.so "
+        "libcudart.so -lcudadevrt -lcudart_static -lrt -lpthread -ldl"
+    ),
+}
+
+# Neither changes a result, a symbol or a library that is linked.
+NOT_GIVEN = {
+    f"-DTORCH_EXTENSION_NAME={OPS}": "given to files that use it alone: fewer are rebuilt",
+    f"-D{OPS}_EXPORTS": "CMake gives it for every library, and nothing reads it",
+    "-DUSE_C10D_GLOO": "how Torch itself was built; no header of the stable ABI reads it",
+    "-DUSE_DISTRIBUTED": "as -DUSE_C10D_GLOO",
+    "-DUSE_RPC": "as -DUSE_C10D_GLOO",
+    "-DUSE_TENSORPIPE": "as -DUSE_C10D_GLOO",
+    "-forward-unknown-to-host-compiler": "no flag of ours is unknown to nvcc",
+    "-x cu": "the suffix says it",
+}
+
+
+def tools(folder: Path, torch: str = "2.13.0") -> Toolchain:
+    (folder / "libcudart_static.a").touch()
+    return Toolchain(
+        Compiler("g++", ""),
+        Torch(Path("/torch"), torch, None, None),
+        Path("/python"),
+        cuda=Cuda(Compiler("nvcc", ""), (13, 0), folder, "libcudart.so"),
+    )
+
+
+def options(text: str) -> set[str]:
+    """The words of a command but paths to look in, with `-x cu` and its like as one word."""
+    joined = re.sub(r"-(x|gencode|isystem) ", r"-\1=", text)
+    words = {word.replace("-x=", "-x ") for word in shlex.split(joined)}
+    return {word for word in words if not word.startswith(("-I", "-isystem", "-L", "-gencode"))}
+
+
+@pytest.mark.parametrize(("backend", "rule"), OFFICIAL)
+def test_what_compiles_differs_in_what_is_listed(backend: str, rule: str, tmp_path: Path):
+    config = load(REPO_DIR)
+    sections = config.for_backend(backend)
+    own = {flag for section in sections for flag in (*section.cxx_flags, *section.gpu_flags)}
+    units = [u for u in plan(config, backend, tools(tmp_path), None, OPS) if u.rule == rule]
+    assert units
+    for unit in units:
+        if unit.source == "glibc_shim.cpp":  # ours alone: for a glibc that is newer than 2.28
+            continue
+        local = options(shlex.join(unit.flags)) - own
+        official = options(OFFICIAL[backend, rule]) - own
+        assert local - official == set(), unit.source
+        assert official - local <= {*NOT_GIVEN}, unit.source
+
+
+def test_each_difference_is_one(tmp_path: Path):
+    """None is listed that is gone."""
+    differences = set()
+    for backend, rule in OFFICIAL:
+        for unit in plan(load(REPO_DIR), backend, tools(tmp_path), None, OPS):
+            if unit.rule == rule and "norm" in unit.source:
+                differences |= options(OFFICIAL[backend, rule]) - options(shlex.join(unit.flags))
+    assert differences == {*NOT_GIVEN}
+
+
+@pytest.mark.parametrize("backend", OFFICIAL_LINK)
+def test_what_links_is_the_same_in_the_same_order(backend: str, tmp_path: Path):
+    units = plan(load(REPO_DIR), backend, tools(tmp_path), None, OPS)
+    ninja = ninja_file(units, tools(tmp_path), backend, "library.so", 1)
+    (command,) = re.findall(r"g\+\+ (.*-shared) \$in -o \$out \$flags", ninja)
+    words = [*command.split(), *link_flags(tools(tmp_path), backend)]
+    assert "-Wl,--no-as-needed" in words  # there: around each library of Torch
+    libraries = {"-ltorch": "libtorch.so", "-lc10": "libc10.so", "-ltorch_cpu": "libtorch_cpu.so"}
+    libraries["-l:libcudart.so"] = "libcudart.so"
+    named = [libraries.get(word, word) for word in words if not word.startswith(("-L", "-Wl"))]
+    assert named == OFFICIAL_LINK[backend].split()
+
+
+def test_gpu_code_is_that_of_a_release_where_it_is_asked_for(tmp_path: Path):
+    """Otherwise PTX is shared, which halves the time, and is not kept: docs/design-decisions.md."""
+    archs = ["8.0", "8.6", "8.9", "9.0+PTX", "10.0", "12.0+PTX"]
+    (unit,) = [
+        unit
+        for unit in plan(load(REPO_DIR), "cuda", tools(tmp_path), None, OPS, shared_ptx=False)
+        if unit.source.endswith("rms_norm.cu")
+    ]
+    flags = gencode_flags(archs, shared_ptx=False)
+    assert set(flags) <= set(unit.flags)
+    assert flags[1::2] == [
+        "arch=compute_80,code=[sm_80]",
+        "arch=compute_86,code=[sm_86]",
+        "arch=compute_89,code=[sm_89]",
+        "arch=compute_90,code=[sm_90,compute_90]",
+        "arch=compute_100,code=[sm_100]",
+        "arch=compute_120,code=[sm_120,compute_120]",
+    ]
+
+
+@pytest.mark.parametrize(("torch", "standard"), [("2.11.0", 17), ("2.12.0+cu130", 20)])
+def test_the_standard_goes_by_torch(torch: str, standard: int, tmp_path: Path):
+    units = plan(load(REPO_DIR), "cuda", tools(tmp_path, torch), None, OPS)
+    assert f"-std=gnu++{standard}" in units[0].flags
+    assert f"-std=c++{standard}" in next(unit for unit in units if unit.rule == "cuda").flags
+
+
+def test_every_section_hides_its_symbols():
+    """By a flag of build.toml, which kernel-builder gives, too."""
+    hides = {"cuda": "-Xcompiler=-fvisibility=hidden", "rocm": "-fvisibility=hidden"}
+    for section in load(REPO_DIR).sections:
+        suffixes = {Path(path).suffix for path in section.sources}
+        if ".cpp" in suffixes:
+            assert "-fvisibility=hidden" in section.cxx_flags, section.name
+        if ".cu" in suffixes:
+            assert hides[section.backend] in section.gpu_flags, section.name
