@@ -9,24 +9,28 @@ FUSELAGE_VENV ?= .venv
 ifdef PYTHON
   ENVIRONMENT :=
   CLANG_FORMAT ?= clang-format
+  ZIZMOR ?= zizmor
 else
   HASH := $(shell cat requirements/dev.txt | sha256sum | cut -c1-12)
   ENVIRONMENT := $(FUSELAGE_VENV)/.installed-$(HASH)
   PYTHON := $(FUSELAGE_VENV)/bin/python
   CLANG_FORMAT ?= $(FUSELAGE_VENV)/bin/clang-format
+  ZIZMOR ?= $(FUSELAGE_VENV)/bin/zizmor
 endif
 
 BUILD := $(PYTHON) tools/build_variant.py
 ARCHS ?=
+PTX ?=
 CODE = $(shell find kernel_src torch-ext tests \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) \
          ! -path torch-ext/registration.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build build-cpu build-cuda test test-all fuzz sanitize lint format bench \
-  check-hip check-abi check-size docs clean
+.PHONY: help demo build build-cpu build-cuda test test-all ci-test fuzz sanitize lint format \
+  bench check-hip check-abi official-build check-compliance check-size docs clean \
+  test-torch-matrix check-reproducible site
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
 
 demo: build  ## build, then run a small Llama with fuselage's layers
 	$(PYTHON) examples/demo.py
@@ -37,8 +41,8 @@ build: $(ENVIRONMENT)  ## the variant for this machine: CUDA with a GPU and nvcc
 build-cpu: $(ENVIRONMENT)  ## the CPU variant
 	@$(BUILD) --backend cpu
 
-build-cuda: $(ENVIRONMENT)  ## the CUDA variant for every GPU of build.toml (ARCHS=9.0,8.0 for some)
-	@$(BUILD) --backend cuda $(if $(ARCHS),--archs $(ARCHS))
+build-cuda: $(ENVIRONMENT)  ## the CUDA variant for every GPU of build.toml (ARCHS=9.0,8.0 for some; PTX=1)
+	@$(BUILD) --backend cuda $(if $(ARCHS),--archs $(ARCHS)) $(if $(PTX),--ptx)
 
 # A process a core, so one thread each.
 RUN_TESTS = OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses=auto --dist=worksteal
@@ -49,19 +53,28 @@ test: build  ## build, then run the quick tests (TESTS= and PYTEST= choose and p
 test-all: build  ## build, then run every test; CI runs these
 	$(RUN_TESTS) $(PYTEST) $(TESTS)
 
+ci-test: build  ## the tests that the Hub's builder runs, in a folder like its own (a minute at most)
+	$(PYTHON) tools/ci_test.py -q $(PYTEST)
+
+test-torch-matrix: build-cpu  ## the quick tests on one CPU variant under the oldest to newest Torch
+	$(PYTHON) tools/torch_matrix.py $(if $(TORCH),--torch $(TORCH)) -- \
+	  --numprocesses=auto --dist=worksteal -m "not slow" $(PYTEST) $(TESTS)
+
 fuzz: build  ## random calls of every function for a minute (CASE='op seed' replays; FUZZ= options)
 	PYTHONPATH=tests:$$PYTHONPATH $(PYTHON) -m fuzz $(if $(CASE),--replay "$(CASE)") $(FUZZ)
 
 sanitize: $(ENVIRONMENT)  ## tests and fuzzer under sanitizers (SANITIZE="--device cuda": on a GPU)
 	$(PYTHON) tools/sanitize.py $(SANITIZE)
 
-lint: $(ENVIRONMENT)  ## ruff, clang-format, 100 columns, and that build.toml lists every source
+lint: $(ENVIRONMENT)  ## ruff, clang-format, 100 columns, build.toml's sources, the workflows
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	@echo "$(CLANG_FORMAT) --dry-run -Werror ($(words $(CODE)) files)"
 	@$(CLANG_FORMAT) --dry-run -Werror $(CODE)
 	@$(PYTHON) tools/check_columns.py
 	@$(BUILD) --check
+	$(PYTHON) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(ZIZMOR) --offline --no-progress --quiet .github/workflows
 
 format: $(ENVIRONMENT)  ## rewrite the sources in the project's style
 	$(PYTHON) -m ruff check --fix --exit-zero --quiet .
@@ -77,14 +90,38 @@ check-hip: $(ENVIRONMENT)  ## compile every GPU source for AMD gfx90a (clang 19,
 check-abi: $(ENVIRONMENT)  ## limited API, manylinux_2_28, Torch's stable ABI, no shared state
 	@$(PYTHON) tools/check_abi.py
 
+official-build: $(ENVIRONMENT)  ## a variant by kernel-builder's own CLI and CMake project, checked
+	$(PYTHON) tools/official_build.py
+
+check-compliance: $(ENVIRONMENT)  ## built variants against the Hub's requirements
+	@$(PYTHON) tools/check_compliance.py
+
 check-size: $(ENVIRONMENT)  ## the CUDA variant's size and compile time by file
 	@$(PYTHON) tools/check_size.py
+
+check-reproducible: $(ENVIRONMENT)  ## two CPU builds of HEAD are the same (ONLY=sources compiles these)
+	@$(PYTHON) tools/check_reproducible.py $(if $(ONLY),--only $(ONLY))
 
 docs: $(ENVIRONMENT)  ## write the generated pages: docs/reference, and the tables of the benchmarks
 	$(PYTHON) tools/write_docs.py
 	$(PYTHON) -m benchmarks.roofline.tables
 
+# An environment of its own: nothing else needs MkDocs. NOTE: with --quiet it counts no warnings.
+SITE := .venv-site
+SITE_HASH := $(shell cat requirements/site.txt | sha256sum | cut -c1-12)
+
+site: $(SITE)/.installed-$(SITE_HASH)  ## the documentation site, into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
+	@echo "open site/index.html"
+
+$(SITE)/.installed-$(SITE_HASH): requirements/site.txt
+	$(PY) -m venv $(SITE)
+	$(SITE)/bin/pip install --quiet --disable-pip-version-check -r requirements/site.txt
+	@rm -f $(SITE)/.installed-*
+	@touch $@
+
 clean:  ## remove build output, not .venv
+	rm -rf site
 	find build -mindepth 1 ! -name README.md -delete
 
 ifneq ($(ENVIRONMENT),)

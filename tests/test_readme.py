@@ -24,6 +24,8 @@ README = REPO_DIR / "README.md"
 INTEGRATIONS = REPO_DIR / "docs/integrations.md"
 PAGES = [
     README,
+    REPO_DIR / "RELEASING.md",
+    REPO_DIR / "SECURITY.md",
     *sorted((REPO_DIR / "docs").rglob("*.md")),
     REPO_DIR / "benchmarks/results/README.md",
 ]
@@ -89,7 +91,7 @@ def test_linked_files_and_headings_exist(page: Path):
 @each_page
 def test_named_files_exist(page: Path):
     """Every path in backquotes that starts in one of our folders."""
-    folders = "kernel_src|torch-ext|tools|tests|benchmarks|examples|docs|requirements"
+    folders = "kernel_src|torch-ext|tools|tests|benchmarks|examples|docs|requirements|scripts"
     named = re.findall(rf"`((?:{folders})/[\w./-]+)`", page.read_text())
     missing = [path for path in named if not (REPO_DIR / path).exists()]
     assert not missing, f"{page.name} names {missing}"

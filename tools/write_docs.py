@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Writes docs/reference from the docstrings of the package, a page for each module.
 
-The sources are parsed and never imported, so that nothing has to be built or installed.
+The sources are parsed and never imported, so that nothing has to be built. docs/variants.md is what
+tools/variants.py finds by asking `kernels`.
 
     python tools/write_docs.py            # write the pages
     python tools/write_docs.py --check    # exit with 1 if they would change
@@ -17,6 +18,10 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import variants
 
 REPO_DIR = Path(__file__).resolve().parent.parent
 PACKAGE = REPO_DIR / "torch-ext/fuselage"
@@ -316,13 +321,14 @@ def pages() -> dict[Path, str]:
     modules = [load(name, set(exported(tree))) for name in FAMILIES]
     links = Links(modules)
     written = {FOLDER / "README.md": index(tree, modules, links)}
+    written[FOLDER.parent / "variants.md"] = variants.page()
     return written | {FOLDER / module.page: page_of(module, links) for module in modules}
 
 
 def stale() -> list[str]:
     """The pages that are not what the docstrings say."""
     wanted = pages()
-    there = set(FOLDER.glob("*.md"))
+    there = {*FOLDER.glob("*.md"), *FOLDER.parent.glob("variants.md")}
     changed = {path for path in wanted.keys() & there if path.read_text("utf-8") != wanted[path]}
     return sorted(str(p.relative_to(REPO_DIR)) for p in changed | (wanted.keys() ^ there))
 

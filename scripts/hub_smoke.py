@@ -1,0 +1,162 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["kernels", "numpy", "torch>=2.10"]
+# ///
+"""Loads fuselage from the Hub as a user does, and runs one function of each family.
+
+Forward and backward, against PyTorch's formula in float64. Prints the variant that was taken.
+Needs only torch and kernels, so that it runs on any machine; `hf jobs uv run` installs them.
+
+    python scripts/hub_smoke.py --version 1
+    LOCAL_KERNELS=fuselage-kernels/fuselage=. python scripts/hub_smoke.py --device cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from kernels import get_kernel
+
+# Of the largest value: eight float32 roundings, and one of the result.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repo", default="fuselage-kernels/fuselage")
+    parser.add_argument("--version", type=int, default=1)
+    parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), help="default: the GPU, if there is one"
+    )
+    return parser.parse_args(arguments)
+
+
+def describe(kernel, device: str) -> str:
+    """The variant that was loaded, and the machine."""
+    folder = Path(kernel.__file__).parent
+    backend = json.loads((folder / "metadata.json").read_text("utf-8"))["backend"]
+    lines = [f"variant: {folder.name}", f"architectures: {', '.join(backend.get('archs') or '-')}"]
+    name = platform.processor() or platform.machine()
+    if device == "cuda":
+        name = "{} ({}.{})".format(
+            torch.cuda.get_device_name(), *torch.cuda.get_device_capability()
+        )
+    return "\n".join([*lines, f"torch: {torch.__version__}", f"device: {name}"])
+
+
+def rms(x, weight):
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+
+def poly(x, weight, bias):
+    powers = [rms(x**power, 1.0) for power in (3, 2, 1)]
+    return sum(w * p for w, p in zip(weight, powers)) + bias
+
+
+def rotated(q, cos, sin):
+    first, second = q.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+# The family, our function, the formula, and the shapes of what both take.
+CASES = {
+    "norm": (
+        lambda k, x, w: k.rms_norm(x, w, eps=1e-6),
+        rms,
+        [(64, 1024), (1024,)],
+    ),
+    "ada_norm": (
+        lambda k, x, scale, shift: k.ada_layer_norm(x, scale, shift, eps=1e-6),
+        lambda x, scale, shift: F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift,
+        [(2, 32, 1024), (2, 1, 1024), (2, 1, 1024)],
+    ),
+    "poly_norm": (
+        lambda k, x, w, b: k.poly_norm(x, w, b, eps=1e-6),
+        poly,
+        [(64, 1024), (3,), (1,)],
+    ),
+    "gate": (
+        lambda k, gate, up: k.swiglu(gate, up),
+        lambda gate, up: F.silu(gate) * up,
+        [(64, 1024), (64, 1024)],
+    ),
+    "rope": (
+        lambda k, q, cos, sin: k.apply_rotary(q, None, cos.detach(), sin.detach(), rotary_dim=64),
+        rotated,
+        [(2, 16, 4, 64), (16, 32), (16, 32)],
+    ),
+}
+
+
+def check(family: str, kernel, device: str, dtype: torch.dtype) -> None:
+    """Raises AssertionError where forward or backward is not the formula's."""
+    ours, formula, shapes = CASES[family]
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape).to(device, dtype).requires_grad_() for shape in shapes]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out, wanted = ours(kernel, *inputs), formula(*exact)
+    grad = torch.randn(wanted.shape).to(device, dtype)
+    out.backward(grad)
+    wanted.backward(grad.double())
+    pairs = {"result": (out, wanted)}
+    for i, (x, reference) in enumerate(zip(inputs, exact)):
+        if x.grad is not None:  # tables of rotary embedding have none
+            pairs[f"gradient {i}"] = (x.grad, reference.grad)
+    for what, (actual, reference) in pairs.items():
+        error = (actual.double() - reference).abs().max() / reference.abs().max()
+        assert error <= TOLERANCES[dtype], f"{family} {dtype}: {what} is off by {error:.2g}"
+
+
+def check_sampling(kernel, device: str) -> None:
+    """The token that is by far the most likely is drawn, from a head and from logits."""
+    hidden = torch.eye(4, 64, device=device)
+    weight = torch.zeros(128, 64, device=device)
+    wanted = torch.tensor([5, 77, 0, 127], device=device)
+    weight[wanted, torch.arange(4, device=device)] = 100.0
+    tokens = kernel.lm_head_sample(hidden, weight, seed=1)
+    assert torch.equal(tokens.flatten(), wanted), f"sampling: drew {tokens.flatten().tolist()}"
+    tokens = kernel.gumbel_sample(hidden @ weight.T, seed=1)
+    assert torch.equal(tokens.flatten(), wanted), f"sampling: drew {tokens.flatten().tolist()}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs every family, and returns 1 if one is wrong."""
+    options = parse_arguments(arguments)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    backend = "cpu" if device == "cpu" else None
+    kernel = get_kernel(
+        options.repo,
+        version=options.version,
+        backend=backend,
+        trust_remote_code=options.trust_remote_code,
+    )
+    print(describe(kernel, device), flush=True)
+    failures = 0
+    checks = {family: list(TOLERANCES) for family in CASES}
+    for family, dtypes in {**checks, "sampling": [None]}.items():
+        try:
+            for dtype in dtypes:
+                if dtype is None:
+                    check_sampling(kernel, device)
+                else:
+                    check(family, kernel, device, dtype)
+            print(f"{family}: ok", flush=True)
+        except (AssertionError, RuntimeError) as error:
+            failures += 1
+            print(f"{family}: FAILED: {error}", flush=True)
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The pages of docs/: their examples run, messages are those that are raised, the site has all."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import kernels
+import pytest
+import torch
+from conftest import REPO_DIR, kernel_backend
+
+DOCS = REPO_DIR / "docs"
+EXAMPLES = ("quickstart", "training", "serving", "numerics")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_of_a_page_run(name, fuselage, device, monkeypatch):
+    """One after the other, as a reader would type them."""
+    get_kernel = partial(kernels.get_kernel, backend=kernel_backend())
+    monkeypatch.setattr(kernels, "get_kernel", get_kernel)
+    text = (DOCS / f"{name}.md").read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    assert blocks
+    names = {"fuselage": fuselage, "torch": torch}
+    for code in blocks:
+        exec(code.replace('"cuda"', repr(device)), names)
+
+
+# What raises each message of troubleshooting.md, or the text that has it.
+
+
+def messages() -> list[str]:
+    text = (DOCS / "troubleshooting.md").read_text("utf-8")
+    return re.findall(r"^### `(.*)`$", text, re.M)
+
+
+def wrong_calls(fuselage: ModuleType) -> dict:
+    x, table = torch.randn(4, 8), torch.randn(4, 4)
+    heads = torch.randn(1, 4, 2, 8)
+
+    def twice():
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(fuselage.silu(leaf).sum(), leaf, create_graph=True)
+        gradient.sum().backward()
+
+    needs = table.clone().requires_grad_()
+    return {
+        "must be float16": lambda: fuselage.silu(x.double()),
+        "must be bfloat16 as": lambda: fuselage.swiglu(x.bfloat16(), x),
+        "on the device of": lambda: fuselage.swiglu(x, x.to("meta")),
+        "half the columns": lambda: fuselage.apply_rotary(heads, None, table, table),
+        "detach them": lambda: fuselage.apply_rotary(heads, None, needs, needs, rotary_dim=8),
+        "create_graph": twice,
+        "writes over": lambda: fuselage.bias_act_(x.clone().requires_grad_(), None, "silu"),
+        "forward-mode": lambda: torch.func.jvp(fuselage.silu, (x,), (x,)),
+        "No module named": lambda: importlib.import_module("fuselage"),
+    }
+
+
+def sources() -> str:
+    """Where the messages of loading and building stand, as one line without quotes."""
+    from kernels import hf_hub, resolver
+
+    files = [REPO_DIR / "tools/builder/toolchain.py"]
+    texts = [inspect.getsource(module) for module in (hf_hub, resolver)]
+    return re.sub(r'"\s*f?"|\s+', " ", "\n".join([*texts, *map(Path.read_text, files)]))
+
+
+@pytest.mark.parametrize("message", messages())
+def test_a_message_is_what_is_raised(message: str, fuselage):
+    parts = [part.strip() for part in message.split("...") if part.strip()]
+    calls = [call for key, call in wrong_calls(fuselage).items() if key in message]
+    if calls:
+        with pytest.raises((RuntimeError, ImportError)) as raised:
+            calls[0]()
+        text = str(raised.value)
+    else:
+        text = sources()
+    assert all(part in text for part in parts), (parts, text[:300])
+
+
+def test_the_site_has_every_page():
+    config = (REPO_DIR / "mkdocs.yml").read_text("utf-8")
+    listed = set(re.findall(r": ([\w./-]+\.md)$", config, re.M))
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    hooks = (REPO_DIR / "tools/site_hooks.py").read_text("utf-8")
+    outside = dict(re.findall(r'^    "([\w./-]+\.md)": "([\w./]+)"', hooks, re.M))
+    assert all((REPO_DIR / path).is_file() for path in outside)
+    assert listed == pages | {*outside.values()}
+
+
+def test_mkdocs_is_needed_for_the_site_alone():
+    assert "mkdocs" not in (REPO_DIR / "requirements/dev.txt").read_text("utf-8")
+    assert "mkdocs" not in sys.modules
