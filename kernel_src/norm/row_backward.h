@@ -100,6 +100,17 @@ struct RowFactors<Op, kVectors, N, true> {
   }
 };
 
+// Of a row without statistics, whose first sum is nan_unless_zero's: whether its result is not used.
+// Then it counts as a row of zeros; otherwise all its sums are NaN.
+template <int kRowSums>
+__device__ __forceinline__ bool is_unused(float (&row_sums)[kRowSums], RowMoments& moments) {
+#pragma unroll
+  for (int i = 1; i < kRowSums; ++i) row_sums[i] = row_sums[0];
+  if (row_sums[0] != 0.0f) return false;
+  moments = {0.0f, 0.0f};
+  return true;
+}
+
 // ---- the resident kernel ----
 
 // A thread's part in it.
@@ -221,8 +232,7 @@ struct RowBackwardThread {
       for (int i = 0; i < Op::kRowSums; ++i) row_sums[i] += terms[j][i];
     }
     if (!lost) return;
-#pragma unroll
-    for (int i = 0; i < Op::kRowSums; ++i) row_sums[i] = 0.0f;
+    row_sums[0] = 0.0f;
 #pragma unroll 1
     for (int j = 0; j < kVectors; ++j) {
       float grad_out[N];
@@ -233,13 +243,13 @@ struct RowBackwardThread {
 
   // Stores the row's gradients, and adds its part to the sums of columns.
   __device__ __forceinline__ void add_gradients(int64_t row, int stage, const RowMoments& moments,
-                                                bool lost,
+                                                bool unused,
                                                 const typename Op::Coefficients& coefficients) {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       float grad_out[N], s[N], f[N];
       read_vector(row, stage, j, grad_out, s, f);
-      if (lost) Vector<float, N>::zero().to_floats(s);  // it may be infinite
+      if (unused) Vector<float, N>::zero().to_floats(s);  // it may be infinite
       const auto read = [&](int tensor, float(&values)[N]) {
         staged.template read<T>(row, stage, tensor, j, values);
       };
@@ -311,7 +321,8 @@ struct RowBackwardThread {
       if (Op::factors_by_row(p) && row_inside) load_factors(row, [] {});
       const bool lost = may_be_unused(launch, moments);
       float row_sums[Op::kRowSums] = {};
-      if (launch.needs_rows || Stages::kBulk) {
+      // What is not used is told by the sums, too.
+      if (launch.needs_rows || launch.extra > 0 || Stages::kBulk) {
         if (row_inside) add_terms(row, stage, moments, lost, row_sums);
         row_sum<true>(row_sums, cluster, scratch, turn);
       }
@@ -319,9 +330,9 @@ struct RowBackwardThread {
         // The sum had a barrier: all threads of the row are done with the row before it.
         if (turn > 0) start(row_to_start, stage_to_start);
       }
-      if (lost) moments = {0.0f, row_sums[0]};  // 0 where it is not used, and NaN otherwise
+      const bool unused = lost && is_unused(row_sums, moments);
       if (row_inside)
-        add_gradients(row, stage, moments, lost, Op::coefficients(p, row_sums, moments, launch));
+        add_gradients(row, stage, moments, unused, Op::coefficients(p, row_sums, moments, launch));
       if constexpr (Stages::kShared) {
         row_barrier();
         if (row_inside) write_outputs(row);
@@ -444,7 +455,7 @@ __global__ void __launch_bounds__(512, 1)
     }
   }
   row_sum<false>(sums, 1, scratch, 0);
-  if (lost) moments = {0.0f, sums[0]};
+  const bool unused = lost && is_unused(sums, moments);
   const typename Op::Coefficients coefficients = Op::coefficients(p, sums, moments, launch);
   if (launch.means != nullptr && threadIdx.x == 0) launch.means[row] = coefficients.pair();
 
@@ -452,9 +463,9 @@ __global__ void __launch_bounds__(512, 1)
 #pragma unroll 1
   for (int start = 0; start < dim; start += step) {
     const int column = start + threadIdx.x * N;
-    float grad_out[N], s[N], factors[N], unused[Op::kColumnSums][N] = {};
+    float grad_out[N], s[N], factors[N], no_sums[Op::kColumnSums][N] = {};
     load_inputs(column, grad_out, s, factors);
-    if (lost) Vector<float, N>::zero().to_floats(s);
+    if (unused) Vector<float, N>::zero().to_floats(s);
     const auto read = [&](int tensor, float(&values)[N]) {
       load<false, N>(launch.tensors.row<T>(tensor, row, 0), column, dim).to_floats(values);
     };
@@ -463,7 +474,7 @@ __global__ void __launch_bounds__(512, 1)
                    column, dim, column < dim);
     };
     Op::template gradients<false>(p, launch, row, column, factors, grad_out, s, moments,
-                                  coefficients, read, write, unused);
+                                  coefficients, read, write, no_sums);
   }
 }
 

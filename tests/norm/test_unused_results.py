@@ -58,6 +58,39 @@ def test_a_row_without_gradient_that_overflowed(fuselage, device, dim):
     for name in op.row_inputs:
         assert flat(actual[name])[1].isnan().all(), name
         assert flat(actual[name])[[0, *range(2, 12)]].isfinite().all(), name
+    # But of the weight's only where the row itself is not finite: elsewhere it adds zeros.
+    inside = flat(outputs["new_residual"])[1].isfinite()
+    assert_same_bits(
+        actual["weight"][inside] + 0, expected["weight"][inside] + 0, "grad_weight, a row used"
+    )
+
+
+@on_devices((40,), (40, 96, 2048, 4096, 4097, 16384, 65552, 140008))
+@pytest.mark.parametrize("requires", [("x", "scale", "shift", "gate"), ("scale",)], ids=len)
+@pytest.mark.parametrize("rows", [4, 400])
+def test_a_row_that_overflowed_is_used(fuselage, device, dim, rows, requires):
+    """Without a mean, what is finite in a row of rstd 0 gives the scale a gradient of 0."""
+    if rows * dim > 2**21:
+        rows = 8
+    op, options = GATE_RESIDUAL_ADA_NORM, {"norm": "rms"}
+    inputs = overflowing(op, (rows, dim), device) | {"weight": None, "bias": None}
+    inputs["scale"], inputs["shift"] = (normal((dim,), torch.float16, device) for _ in range(2))
+    outputs = op.run(fuselage, inputs, options)
+    actual = gradients(
+        lambda leaves, _: op.run(fuselage, leaves, options),
+        inputs,
+        {},
+        {name: torch.ones_like(output) for name, output in outputs.items()},
+        requires,
+    )
+    inside = flat(outputs["new_residual"])[1].isfinite()
+    assert actual["scale"][inside].isfinite().all()
+    assert not actual["scale"][~inside].isfinite().any()
+    if "x" in requires:
+        assert actual["x"][1].isnan().all()
+        assert actual["x"][[0, *range(2, rows)]].isfinite().all()
+        assert actual["shift"].isfinite().all()
+        assert actual["gate"].isnan().all()
 
 
 @pytest.mark.kernels_ci
