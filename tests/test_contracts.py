@@ -54,7 +54,6 @@ def run_both_ways(op, kernel, inputs: dict, grad_outs: dict | None = None) -> di
 # Determinism and batch invariance
 
 
-@pytest.mark.kernels_ci
 @each_operator(OPERATORS)
 @each_dtype
 @on_devices(CPU_DIMS, DIMS)

@@ -23,7 +23,6 @@ def test_every_activation(fuselage, device, op, activation, dtype, dim):
     check_gradients(op, fuselage, inputs, options)
 
 
-@pytest.mark.kernels_ci
 @each_op
 @on_devices((1, 13, 64), (1, 13, 64, 512, 4096))
 def test_many_rows_of_a_bias_gradient(fuselage, device, op, dim):
