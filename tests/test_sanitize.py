@@ -93,3 +93,26 @@ def test_a_sanitized_variant_is_no_release():
 )
 def test_what_compute_sanitizer_counts(output, errors):
     assert sanitize.errors_in("calls: 3 made\n" + output) == errors
+
+
+RACE = """\
+========= Error: Race reported between Write access at void fuselage::gpu::<unnamed>::{}<float>(int)
+=========     and Read access at void fuselage::gpu::<unnamed>::{}<float>(int)
+=========     and Read access at void fuselage::gpu::<unnamed>::lm_head_kernel<float>(int)
+=========
+"""
+
+
+@pytest.mark.parametrize(
+    ("kernels", "errors"),
+    [
+        ((("lm_head_kernel", "lm_head_kernel"),), 0),
+        ((("lm_head_kernel", "lm_head_kernel"), ("lm_head_kernel", "rms_norm_kernel")), 1),
+        ((("row_forward_kernel", "other_lm_head_kernel"), ("lm_head_kernel", "lm_head_kernel")), 1),
+    ],
+)
+def test_races_of_one_kernel_with_itself_are_not_counted(kernels, errors):
+    output = "".join(RACE.format(*names) for names in kernels)
+    output += f"========= RACECHECK SUMMARY: {len(kernels)} hazards displayed (1 error, 0 warnings)"
+    assert sanitize.errors_in(output) == len(kernels)
+    assert sanitize.errors_in(output, "lm_head_kernel") == errors

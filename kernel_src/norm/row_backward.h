@@ -100,8 +100,8 @@ struct RowFactors<Op, kVectors, N, true> {
   }
 };
 
-// Of a row without statistics, whose first sum is nan_unless_zero's: whether its result is not used.
-// Then it counts as a row of zeros; otherwise all its sums are NaN.
+// Of a row without statistics, the first of whose sums is that of nan_unless_zero: whether its
+// result is not used. Then it counts as a row of zeros; otherwise all its sums are NaN.
 template <int kRowSums>
 __device__ __forceinline__ bool is_unused(float (&row_sums)[kRowSums], RowMoments& moments) {
 #pragma unroll
