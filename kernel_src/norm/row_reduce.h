@@ -4,8 +4,8 @@
 //
 //   vector   N columns         one thread
 //   unit     32 vectors        one warp, which has kVectors of them
-//   quad     4 units           a warp that has four, or two times four, or a thread that reads those
-//                              of several warps
+//   quad     4 units           a warp that has four or eight, or a thread that reads those of
+//                              several warps
 //   block    quads, in order   every thread for itself, after the one barrier
 //   row      blocks, in order  every thread, of what the blocks of a cluster send each other
 //
