@@ -15,7 +15,13 @@ from operators import (
 )
 from torch import Tensor
 
-IN_PLACE = ("fused_add_rms_norm_", "bias_act_", "add_mul_act_", "apply_rotary_")
+IN_PLACE = (
+    "fused_add_layer_norm_",
+    "fused_add_rms_norm_",
+    "bias_act_",
+    "add_mul_act_",
+    "apply_rotary_",
+)
 
 
 def _rotary(dtype, device, **others) -> dict:

@@ -75,7 +75,8 @@ void layer_norm() {
   AdaNormForward p{};
   p.x = x.data(), p.out = out.data(), p.statistics = floats(statistics);
   p.weight = {weight.data(), dtype}, p.bias = {bias.data(), dtype};
-  p.rows = rows, p.dim = p.x_stride = dim, p.eps = eps, p.layer = true, p.dtype = dtype;
+  p.rows = rows, p.dim = p.x_stride = p.out_stride = dim;
+  p.eps = eps, p.layer = true, p.dtype = dtype;
   cpu::ada_norm_forward(p, 0, rows);
 
   Bytes grad_x = buffer(rows * dim), grad_weight = buffer(dim), grad_bias = buffer(dim);

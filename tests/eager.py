@@ -93,6 +93,11 @@ def layer_norm(
     return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
+def fused_add_layer_norm(x, residual, weight=None, bias=None, eps=1e-5) -> tuple[Tensor, Tensor]:
+    new_residual = x + residual
+    return layer_norm(new_residual, weight, bias, eps), new_residual
+
+
 def ada_layer_norm(x, scale, shift, weight=None, bias=None, eps=1e-6) -> Tensor:
     """`AdaLayerNormZero` of diffusers."""
     out = layer_norm(x, weight, bias, eps) * (1 + for_rows(scale, x)) + for_rows(shift, x)

@@ -251,6 +251,11 @@ def layer_norm_inputs(shape, dtype, device, *, weight="same", bias="same", **_):
     return inputs
 
 
+def fused_add_layer_norm_inputs(shape, dtype, device, **style):
+    inputs = layer_norm_inputs(shape, dtype, device, **style)
+    return {"x": inputs.pop("x"), "residual": normal(shape, dtype, device, scale=2.0)} | inputs
+
+
 def ada_norm_inputs(shape, dtype, device, *, modulation="same", form=None, names=None, **style):
     """As layer_norm_inputs, and what modulates: `form` gives its shape from that of `x`."""
     vectors = layer_norm_inputs(shape, dtype, device, **style)
@@ -300,9 +305,13 @@ def _ada_norm_samples(kernel, device):
             modulated = (scale, shift, weight, bias if layer else None, 1e-6, layer)
             if not requires_grad:
                 yield ops.layer_norm.default, (x, weight, bias, 1e-6)
+                yield ops.fused_add_layer_norm.default, (x, residual, weight, bias, 1e-6)
+                written = (x.clone(), residual.clone())
+                yield ops.fused_add_layer_norm_.default, (*written, weight, bias, 1e-6)
                 yield ops.ada_norm.default, (x, *modulated)
                 yield ops.gate_residual_ada_norm.default, (x, residual, gate, *modulated)
             yield ops.layer_norm_fwd.default, (x, weight, bias, 1e-6)
+            yield ops.fused_add_layer_norm_fwd.default, (x, residual, weight, bias, 1e-6)
             yield ops.ada_norm_fwd.default, (x, *modulated)
             yield ops.gate_residual_ada_norm_fwd.default, (x, residual, gate, *modulated)
         x, residual, gate, scale, shift, weight, bias = made.values()
@@ -333,6 +342,22 @@ LAYER_NORM = Operator(
     saved=("x", "weight", "statistics"),
     statistics=2,
     samples=_ada_norm_samples,
+)
+
+FUSED_ADD_LAYER_NORM = Operator(
+    name="fused_add_layer_norm",
+    make_inputs=fused_add_layer_norm_inputs,
+    reference=reference.fused_add_layer_norm,
+    eager=eager.fused_add_layer_norm,
+    row_inputs=("x", "residual"),
+    vector_inputs=("weight", "bias"),
+    outputs=("out", "new_residual"),
+    styles={"torch": Style()},
+    output_terms=reference.fused_add_layer_norm_terms,
+    gradient_terms=reference.fused_add_layer_norm_terms,
+    cpu_dtypes=(torch.float16,),  # gate_residual_ada_norm has the others
+    saved=("new_residual", "weight", "statistics"),
+    statistics=2,
 )
 
 ADA_LAYER_NORM = Operator(
@@ -683,6 +708,7 @@ OPERATORS = (
     RMS_NORM,
     FUSED_ADD_RMS_NORM,
     LAYER_NORM,
+    FUSED_ADD_LAYER_NORM,
     GATE_RESIDUAL_ADA_NORM,
     POLY_NORM,
     FUSED_MUL_POLY_NORM,

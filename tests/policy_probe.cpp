@@ -276,6 +276,7 @@ void ada_norm_forward(const DeviceInfo& device, Report& report) {
         if (residual) p.residual = at(offset), p.new_residual = at(), p.gate = {at(), 0, 1, dtype};
         p.scale = {at(), stride, 1, DType::float32};
         p.rows = rows, p.dim = dim, p.x_stride = p.residual_stride = stride, p.dtype = dtype;
+        p.out_stride = p.new_residual_stride = dim;
         report.begin(shape_of(dim, rows, stride, offset, dtype, dtype, residual));
         const int size = dtype_size(dtype);
         const bool aligned = is_aligned(p);

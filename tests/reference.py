@@ -288,6 +288,13 @@ def layer_norm(x, weight=None, bias=None, eps=1e-5, *, dtype=None) -> Tensor:
     return ada_norm(x, None, None, weight, bias, eps, layer=True)
 
 
+def fused_add_layer_norm(
+    x, residual, weight=None, bias=None, eps=1e-5, *, dtype
+) -> tuple[Tensor, Tensor]:
+    new_residual = round_to(dtype, x + residual)
+    return layer_norm(new_residual, weight, bias, eps), new_residual
+
+
 def ada_layer_norm(x, scale, shift, weight=None, bias=None, eps=1e-6, *, dtype=None) -> Tensor:
     return ada_norm(x, scale, shift, weight, bias, eps, layer=True)
 
@@ -370,6 +377,10 @@ def ada_norm_terms(
 
 def layer_norm_terms(x, weight=None, bias=None, eps=1e-5, **options):
     return ada_norm_terms(x, None, None, weight, bias, eps, **options)
+
+
+def fused_add_layer_norm_terms(x, residual, weight=None, bias=None, eps=1e-5, **options):
+    return ada_norm_terms(x, None, None, weight, bias, eps, residual=residual, **options)
 
 
 def ada_rms_norm_terms(x, scale, shift, weight=None, eps=1e-6, **options):

@@ -12,6 +12,7 @@ from torch import Tensor
 NORMS = (
     "ada_layer_norm",
     "ada_rms_norm",
+    "fused_add_layer_norm",
     "fused_add_rms_norm",
     "fused_mul_poly_norm",
     "gate_residual_ada_norm",
@@ -22,7 +23,8 @@ NORMS = (
     "rms_norm",
 )
 POINTWISE = ("add_mul_act", "apply_rotary", "bias_act", "geglu", "swiglu")
-SUMS = ("fused_add_rms_norm", "gate_residual_ada_norm")  # whose second result is no norm's
+# Whose second result is no norm's.
+SUMS = ("fused_add_layer_norm", "fused_add_rms_norm", "gate_residual_ada_norm")
 ROWS = ("x", "residual", "mul", "y", "gate", "up", "q", "k")
 
 HALF, OTHER_HALF = torch.bfloat16, torch.float16

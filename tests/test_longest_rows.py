@@ -125,6 +125,8 @@ def test_longer_rows_are_refused(fuselage, device, columns):
         "rms_norm": lambda: fuselage.rms_norm(x),
         "fused_add_rms_norm": lambda: fuselage.fused_add_rms_norm(x, x),
         "fused_add_rms_norm_": lambda: fuselage.fused_add_rms_norm_(x, x),
+        "fused_add_layer_norm": lambda: fuselage.fused_add_layer_norm(x, x),
+        "fused_add_layer_norm_": lambda: fuselage.fused_add_layer_norm_(x, x),
         "layer_norm": lambda: fuselage.layer_norm(x),
         "ada_layer_norm": lambda: fuselage.ada_layer_norm(x, None, None),
         "ada_rms_norm": lambda: fuselage.ada_rms_norm(x, None, None),

@@ -36,6 +36,22 @@ REFUSED = {
         lambda t: (t(4, 8), (r := t(4, 8)), r[0], 1e-6, 0.0, False),
         "`residual` is written in place and must not share memory with `weight`; pass a copy",
     ),
+    "one tensor written twice, of layer norms": (
+        "fused_add_layer_norm_",
+        lambda t: ((x := t(4, 8)), x, None, None, 1e-6),
+        "`x` and `residual` are both written and must not share memory; pass a copy of one",
+    ),
+    "a bias in the residual": (
+        "fused_add_layer_norm_",
+        lambda t: (t(4, 8), (r := t(4, 8)), None, r[0], 1e-6),
+        "`residual` is written in place and must not share memory with `bias`; pass a copy",
+    ),
+    "residual rows that overlap": (
+        "fused_add_layer_norm_",
+        lambda t: (t(4, 8), t(8, 4).as_strided((4, 8), (4, 1)), None, None, 1e-6),
+        "`residual` is written in place and must be rows of adjacent elements that do not overlap, "
+        "one stride between all of them; pass a contiguous tensor or use fused_add_layer_norm",
+    ),
     "rows of an epilogue": (
         "bias_act_",
         lambda t: (t(8, 4).t(), None, 1),

@@ -22,6 +22,8 @@ FUNCTIONS = (
     "apply_rotary_",
     "bias_act",
     "bias_act_",
+    "fused_add_layer_norm",
+    "fused_add_layer_norm_",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
     "fused_mul_poly_norm",
@@ -168,7 +170,10 @@ def test_a_word_that_is_no_option(fuselage, device, name, requires_grad):
 
 
 RMS_NORMS = ("rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_", "qk_norm_rotary")
-LAYER_NORMS = ("layer_norm", "ada_layer_norm", "ada_rms_norm", "gate_residual_ada_norm")
+LAYER_NORMS = (
+    *("layer_norm", "fused_add_layer_norm", "fused_add_layer_norm_"),
+    *("ada_layer_norm", "ada_rms_norm", "gate_residual_ada_norm"),
+)
 POLY_NORMS = ("poly_norm", "fused_mul_poly_norm", "grouped_poly_norm")
 NOT_AN_EPS = (math.nan, math.inf, -math.inf, -1e-6, 1e300)
 

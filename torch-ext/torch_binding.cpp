@@ -69,6 +69,15 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) "
       "-> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
   ops.def(
+      "fused_add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> "
+      "(Tensor out, Tensor new_residual)");
+  ops.def(
+      "fused_add_layer_norm_fwd(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float "
+      "eps) -> (Tensor out, Tensor new_residual, Tensor statistics)");
+  ops.def(
+      "fused_add_layer_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, Tensor? bias, "
+      "float eps) -> ()");
+  ops.def(
       "ada_norm(Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps, "
       "bool layer) -> Tensor");
   ops.def(
@@ -196,6 +205,9 @@ void implement(torch::stable::detail::StableLibrary& ops) {
   ops.impl("layer_norm", TORCH_BOX(&layer_norm));
   ops.impl("layer_norm_fwd", TORCH_BOX(&layer_norm_fwd));
   ops.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd));
+  ops.impl("fused_add_layer_norm", TORCH_BOX(&fused_add_layer_norm));
+  ops.impl("fused_add_layer_norm_fwd", TORCH_BOX(&fused_add_layer_norm_fwd));
+  ops.impl("fused_add_layer_norm_", TORCH_BOX(&fused_add_layer_norm_));
   ops.impl("ada_norm", TORCH_BOX(&ada_norm));
   ops.impl("ada_norm_fwd", TORCH_BOX(&ada_norm_fwd));
   ops.impl("ada_norm_bwd", TORCH_BOX(&ada_norm_bwd));

@@ -1,5 +1,5 @@
-// layer_norm, ada_layer_norm, ada_rms_norm and gate_residual_ada_norm on the GPU (formulas:
-// norm/ada_norm.h).
+// layer_norm, fused_add_layer_norm, ada_layer_norm, ada_rms_norm and gate_residual_ada_norm on the
+// GPU (formulas: norm/ada_norm.h).
 //
 // Forward: norm/row_forward.h, of the operator AdaNormOp.
 //

@@ -1,9 +1,10 @@
 // Layer norm and the adaptive norms: what the GPU (norm/ada_norm.cu) and CPU
-// (norm/ada_norm_cpu.cpp) kernels are given. One forward struct serves layer_norm, ada_layer_norm,
-// ada_rms_norm and gate_residual_ada_norm, one backward struct all their gradients.
+// (norm/ada_norm_cpu.cpp) kernels are given. One forward struct serves layer_norm,
+// fused_add_layer_norm, ada_layer_norm, ada_rms_norm and gate_residual_ada_norm, one backward
+// struct all their gradients.
 //
 //   s    = x                                   (without residual)
-//   s    = round(residual + gate * x)          (gate_residual_ada_norm, rounded to x's type)
+//   s    = round(residual + gate * x)          (rounded to x's type; fused_add_layer_norm: gate 1)
 //   mean = mean(s)                             (layer; 0 otherwise)
 //   rstd = 1 / sqrt(mean((s - mean)^2) + eps)
 //   xhat = (s - mean) * rstd
@@ -36,13 +37,13 @@ struct NormVector {
 struct AdaNormForward {
   const void* x;         // [rows, dim] dtype
   const void* residual;  // [rows, dim] dtype, or null
-  void* out;             // [rows, dim] dtype, contiguous
-  void* new_residual;    // [rows, dim] dtype, contiguous, null without residual
+  void* out;             // [rows, dim] dtype; may be x itself
+  void* new_residual;    // [rows, dim] dtype, null without residual; may be residual itself
   float* statistics;     // [rows, 2] mean and rstd (layer) or [rows] rstd; null without gradients
   Modulation gate, scale, shift;
   NormVector weight, bias;
   int64_t rows, dim;
-  int64_t x_stride, residual_stride;  // elements between rows
+  int64_t x_stride, residual_stride, out_stride, new_residual_stride;  // elements between rows
   float eps;
   bool layer;  // take the mean away
   DType dtype;

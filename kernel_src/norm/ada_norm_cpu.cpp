@@ -106,11 +106,11 @@ static void ada_norm_forward_rows(const AdaNormForward& p, int64_t row_begin, in
   const double dim = static_cast<double>(p.dim);
   for (int64_t row = row_begin; row < row_end; ++row) {
     const X* s = static_cast<const X*>(p.x) + row * p.x_stride;
-    X* out = static_cast<X*>(p.out) + row * p.dim;
+    X* out = static_cast<X*>(p.out) + row * p.out_stride;
     double sum = 0;
     if (p.residual != nullptr) {
       const X* residual = static_cast<const X*>(p.residual) + row * p.residual_stride;
-      X* new_residual = static_cast<X*>(p.new_residual) + row * p.dim;
+      X* new_residual = static_cast<X*>(p.new_residual) + row * p.new_residual_stride;
       sum = ada_norm_add_sum(s, residual, new_residual, AdaNormValues<X>(p.gate, row, 1), p.dim);
       s = new_residual;
     } else if (p.layer) {

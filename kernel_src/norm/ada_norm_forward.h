@@ -43,10 +43,10 @@ struct AdaNormOp {
     return p.scale.stride == 0 && p.shift.stride == 0;
   }
   static __device__ __forceinline__ T* sum_row(const Params& p, int64_t row) {
-    return static_cast<T*>(p.new_residual) + row * p.dim;
+    return static_cast<T*>(p.new_residual) + row * p.new_residual_stride;
   }
   static __device__ __forceinline__ T* out_row(const Params& p, int64_t row) {
-    return static_cast<T*>(p.out) + row * p.dim;
+    return static_cast<T*>(p.out) + row * p.out_stride;
   }
 
   // s = x, or residual + gate * x, rounded. NOTE: product and sum are rounded to float32 on the

@@ -21,8 +21,8 @@ inline bool is_aligned(const AdaNormForward& p) {
     return aligned_rows(m.data, m.stride, p.dim, m.dtype);
   };
   return rows(p.x, p.x_stride) && rows(p.residual, p.residual_stride) &&
-         rows(p.new_residual, p.dim) && rows(p.out, p.dim) && modulation(p.gate) &&
-         modulation(p.scale) && modulation(p.shift) &&
+         rows(p.new_residual, p.new_residual_stride) && rows(p.out, p.out_stride) &&
+         modulation(p.gate) && modulation(p.scale) && modulation(p.shift) &&
          aligned_rows(p.weight.data, 0, p.dim, p.weight.dtype) &&
          aligned_rows(p.bias.data, 0, p.dim, p.bias.dtype);
 }

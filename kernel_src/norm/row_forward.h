@@ -4,8 +4,8 @@
 //   stats = of sums over the row
 //   out   = a function of s, the stats, and values of the columns
 //
-// rms_norm, fused_add_rms_norm (rms_norm.cu), layer_norm, ada_layer_norm, ada_rms_norm and
-// gate_residual_ada_norm (ada_norm.cu) say what differs in a struct, Op:
+// rms_norm, fused_add_rms_norm (rms_norm.cu), layer_norm, fused_add_layer_norm, ada_layer_norm,
+// ada_rms_norm and gate_residual_ada_norm (ada_norm.cu) say what differs in a struct, Op:
 //
 //   Params                what the kernel is given: raw pointers, sizes, strides
 //   In, Out               element types of the inputs and of out; a vector is 16 bytes of In

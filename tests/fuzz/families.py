@@ -71,6 +71,11 @@ def in_place_calls(kernel, device, rows, dim, dtype) -> Calls:
     x, y = (normal((rows, dim), dtype, device) for _ in range(2))
     weight = normal((dim,), dtype, device)
     yield f"fused_add_rms_norm_ {rows} x {dim}", lambda: kernel.fused_add_rms_norm_(x, y, weight)
+    p, q, bias = x.clone(), y.clone(), weight.clone()
+    yield (
+        f"fused_add_layer_norm_ {rows} x {dim}",
+        lambda: kernel.fused_add_layer_norm_(p, q, weight, bias),
+    )
     yield f"add_mul_act_ {rows} x {dim}", lambda: kernel.add_mul_act_(x, weight, y, 0.5, "gelu")
 
 

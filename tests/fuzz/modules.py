@@ -17,6 +17,7 @@ MODULES = {
         ("eps", "weight_offset", "cast_before_weight", "out_dtype"),
     ),
     "LayerNorm": ("layer_norm", ("eps",)),
+    "FusedAddLayerNorm": ("fused_add_layer_norm", ("eps",)),
     "AdaLayerNorm": ("ada_layer_norm", ("eps",)),
     "AdaRMSNorm": ("ada_rms_norm", ("eps",)),
     "PolyNorm": ("poly_norm", ("eps",)),
@@ -35,7 +36,7 @@ def check(kernel, draw: Draw, name: str, call: Call) -> None:
     x = call.inputs[call.op.main]
     if "Poly" not in name and name not in ("SiluAndMul", "GeluAndMul"):
         given |= {"dim": x.shape[-1], "elementwise_affine": parameters["weight"] is not None}
-        if name in ("LayerNorm", "AdaLayerNorm"):
+        if name in ("LayerNorm", "FusedAddLayerNorm", "AdaLayerNorm"):
             given["bias"] = parameters.get("bias") is not None
             if parameters["weight"] is None:  # then there is no bias either
                 parameters["bias"] = None

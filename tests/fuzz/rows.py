@@ -142,6 +142,7 @@ STYLES: dict[str, tuple[Operator, Callable]] = {
         (operators.RMS_NORM, _rms),
         (operators.FUSED_ADD_RMS_NORM, _rms),
         (operators.LAYER_NORM, _layer),
+        (operators.FUSED_ADD_LAYER_NORM, _layer),
         (operators.ADA_LAYER_NORM, _ada),
         (operators.ADA_RMS_NORM, _ada_rms),
         (operators.GATE_RESIDUAL_ADA_NORM, _gate_residual),
@@ -167,6 +168,7 @@ STYLES: dict[str, tuple[Operator, Callable]] = {
 
 # In-place form: (function, what it writes)
 IN_PLACE = {
+    "fused_add_layer_norm_": ("fused_add_layer_norm", ("x", "residual")),
     "fused_add_rms_norm_": ("fused_add_rms_norm", ("x", "residual")),
     "bias_act_": ("bias_act", ("x",)),
     "add_mul_act_": ("add_mul_act", ("x",)),
@@ -181,6 +183,11 @@ def _fused_add_formula(dtype, x, residual, weight=None, eps=1e-6, **options):
     return eager.rms_norm(total, weight, eps, **options), total
 
 
+def _fused_add_layer_formula(dtype, x, residual, weight=None, bias=None, eps=1e-5):
+    total = reference.round_to(dtype, x + residual).float()
+    return eager.layer_norm(total, weight, bias, eps), total
+
+
 def _gate_residual_formula(
     dtype, x, residual, gate, scale, shift, weight=None, bias=None, eps=1e-6, *, norm="layer"
 ):
@@ -191,6 +198,7 @@ def _gate_residual_formula(
 
 
 FORMULAS = {
+    "fused_add_layer_norm": _fused_add_layer_formula,
     "fused_add_rms_norm": _fused_add_formula,
     "gate_residual_ada_norm": _gate_residual_formula,
 }

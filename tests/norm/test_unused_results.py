@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import assert_close, assert_same_bits, gradients, normal, on_devices, random_grad_outs
-from operators import FUSED_ADD_RMS_NORM, GATE_RESIDUAL_ADA_NORM
+from operators import FUSED_ADD_LAYER_NORM, FUSED_ADD_RMS_NORM, GATE_RESIDUAL_ADA_NORM
 
-SUMS = (FUSED_ADD_RMS_NORM, GATE_RESIDUAL_ADA_NORM)
+SUMS = (FUSED_ADD_LAYER_NORM, FUSED_ADD_RMS_NORM, GATE_RESIDUAL_ADA_NORM)
 GATES = {
     "vector": lambda shape: shape[-1:],
     "batch": lambda shape: (shape[0], shape[-1]),

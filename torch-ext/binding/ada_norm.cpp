@@ -108,17 +108,17 @@ struct Results {
   OptionalTensor new_residual, statistics;
 };
 
-Results run_forward(const Arguments& a, const OptionalTensor& residual, double eps,
-                    bool for_gradient) {
+Checked check_forward(const Arguments& a, const OptionalTensor& residual, double eps) {
   const Checked c = check(a);
   check_like(a.op, "residual", residual, a.x, a.x_name);
   check_eps(a.op, eps);
-  Results results{empty_like(a.x, a.x.scalar_type()), {}, {}};
-  if (residual.has_value()) results.new_residual = empty_like(a.x, a.x.scalar_type());
-  if (for_gradient)
-    results.statistics = a.layer ? empty_floats({c.rows, 2}, a.x) : empty_floats({c.rows}, a.x);
-  if (c.is_nothing(a)) return results;
+  return c;
+}
 
+// `strides`: of out and new_residual.
+void run(const Arguments& a, const Checked& c, const OptionalTensor& residual, double eps,
+         const Results& results, const std::pair<int64_t, int64_t>& strides) {
+  if (c.is_nothing(a)) return;
   AdaNormForward p{};
   c.fill(a, p);
   const auto x_rows = read_rows(p.x, p.x_stride, a.x);
@@ -127,8 +127,20 @@ Results run_forward(const Arguments& a, const OptionalTensor& residual, double e
   p.eps = static_cast<float>(eps);
   p.out = results.out.mutable_data_ptr();
   if (residual.has_value()) p.new_residual = results.new_residual->mutable_data_ptr();
-  if (for_gradient) p.statistics = static_cast<float*>(results.statistics->mutable_data_ptr());
+  if (results.statistics.has_value())
+    p.statistics = static_cast<float*>(results.statistics->mutable_data_ptr());
+  std::tie(p.out_stride, p.new_residual_stride) = strides;
   launch<cpu::ada_norm_forward, gpu::ada_norm_forward>(a.op, a.x, p, p.rows, p.dim);
+}
+
+Results run_forward(const Arguments& a, const OptionalTensor& residual, double eps,
+                    bool for_gradient) {
+  const Checked c = check_forward(a, residual, eps);
+  Results results{empty_like(a.x, a.x.scalar_type()), {}, {}};
+  if (residual.has_value()) results.new_residual = empty_like(a.x, a.x.scalar_type());
+  if (for_gradient)
+    results.statistics = a.layer ? empty_floats({c.rows, 2}, a.x) : empty_floats({c.rows}, a.x);
+  run(a, c, residual, eps, results, {c.dim, c.dim});
   return results;
 }
 
@@ -250,6 +262,40 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out, const 
       layer_norm_arguments("layer_norm_bwd", x, weight, bias), grad_out, kNone, kNone, statistics,
       {needs_grad_x, false, false, false, false, needs_grad_weight, needs_grad_bias});
   return {grads.x.tensor, grads.weight.tensor, grads.bias.tensor};
+}
+
+std::tuple<Tensor, Tensor> fused_add_layer_norm(const Tensor& x, const Tensor& residual,
+                                                const OptionalTensor& weight,
+                                                const OptionalTensor& bias, double eps) {
+  const Arguments a = layer_norm_arguments("fused_add_layer_norm", x, weight, bias);
+  const Results results = run_forward(a, residual, eps, false);
+  return {results.out, *results.new_residual};
+}
+
+std::tuple<Tensor, Tensor, Tensor> fused_add_layer_norm_fwd(const Tensor& x, const Tensor& residual,
+                                                            const OptionalTensor& weight,
+                                                            const OptionalTensor& bias,
+                                                            double eps) {
+  const Arguments a = layer_norm_arguments("fused_add_layer_norm", x, weight, bias);
+  const Results results = run_forward(a, residual, eps, true);
+  return {results.out, *results.new_residual, *results.statistics};
+}
+
+void fused_add_layer_norm_(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                           const OptionalTensor& bias, double eps) {
+  const Arguments a = layer_norm_arguments("fused_add_layer_norm_", x, weight, bias);
+  const Checked c = check_forward(a, residual, eps);
+  const int64_t x_stride = check_written_rows(a.op, "x", x, "fused_add_layer_norm");
+  const int64_t residual_stride =
+      check_written_rows(a.op, "residual", residual, "fused_add_layer_norm");
+  FUSELAGE_CHECK(
+      a.op, !overlap(x, x_stride, residual, residual_stride, c.rows, c.dim),
+      "`x` and `residual` are both written and must not share memory; pass a copy of one");
+  for (const auto& [name, vector] : {std::pair{"weight", &c.weight}, std::pair{"bias", &c.bias}}) {
+    check_apart(a.op, "x", x, name, *vector);
+    check_apart(a.op, "residual", residual, name, *vector);
+  }
+  run(a, c, residual, eps, {x, residual, {}}, {x_stride, residual_stride});
 }
 
 Tensor ada_norm(const Tensor& x, const OptionalTensor& scale, const OptionalTensor& shift,

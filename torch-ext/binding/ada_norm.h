@@ -22,6 +22,19 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out, const 
                                                   const Tensor& statistics, bool needs_grad_x,
                                                   bool needs_grad_weight, bool needs_grad_bias);
 
+std::tuple<Tensor, Tensor> fused_add_layer_norm(const Tensor& x, const Tensor& residual,
+                                                const OptionalTensor& weight,
+                                                const OptionalTensor& bias, double eps);
+
+// As fused_add_layer_norm, and the statistics [rows, 2] for gate_residual_ada_norm_bwd.
+std::tuple<Tensor, Tensor, Tensor> fused_add_layer_norm_fwd(const Tensor& x, const Tensor& residual,
+                                                            const OptionalTensor& weight,
+                                                            const OptionalTensor& bias, double eps);
+
+// Writes out over x, and new_residual over residual.
+void fused_add_layer_norm_(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                           const OptionalTensor& bias, double eps);
+
 Tensor ada_norm(const Tensor& x, const OptionalTensor& scale, const OptionalTensor& shift,
                 const OptionalTensor& weight, const OptionalTensor& bias, double eps, bool layer);
 

@@ -18,7 +18,14 @@ import importlib
 from . import layers, modules
 from ._arguments import explain_errors_of
 from ._ops import ops
-from .ada_norm import ada_layer_norm, ada_rms_norm, gate_residual_ada_norm, layer_norm
+from .ada_norm import (
+    ada_layer_norm,
+    ada_rms_norm,
+    fused_add_layer_norm,
+    fused_add_layer_norm_,
+    gate_residual_ada_norm,
+    layer_norm,
+)
 from .gate import (
     add_mul_act,
     add_mul_act_,
@@ -71,6 +78,8 @@ __all__ = [
     "bias_act",
     "bias_act_",
     "combine_shard_samples",
+    "fused_add_layer_norm",
+    "fused_add_layer_norm_",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
     "fused_mul_poly_norm",

@@ -8,13 +8,22 @@ import torch
 
 from ._arguments import refuse_wrong_kinds
 from ._autocast import Norm, Rule, register_autocast
-from ._autograd import differentiable, some_need_grad
-from ._fake import floats_of_rows, like, register_fake_gradients, register_fakes
+from ._autograd import differentiable, mark_written, refuse_gradient, some_need_grad
+from ._fake import (
+    floats_of_rows,
+    like,
+    register_fake_gradients,
+    register_fake_in_place,
+    register_fakes,
+)
 from ._ops import ops
 
 # Overloads, looked up once: a call through the packet pays for the look-up every time.
 _layer_norm = ops.layer_norm.default
+_layer_norm_fwd = ops.layer_norm_fwd.default
 _layer_norm_bwd = ops.layer_norm_bwd.default
+_fused_add_layer_norm = ops.fused_add_layer_norm.default
+_fused_add_layer_norm_inplace = ops.fused_add_layer_norm_.default
 _ada_norm = ops.ada_norm.default
 _ada_norm_fwd = ops.ada_norm_fwd.default
 _ada_norm_bwd = ops.ada_norm_bwd.default
@@ -55,6 +64,69 @@ def layer_norm(
     if some_need_grad(x, weight, bias):
         return _differentiable_layer_norm(x, weight, bias, eps)
     return _layer_norm(x, weight, bias, eps)
+
+
+def fused_add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds a residual and normalises the sum, in one pass.
+
+        new_residual = round(x + residual)
+        out          = layer_norm(new_residual, weight, bias, eps)
+
+    The sum is rounded to the activations' dtype before it is normalised: `new_residual` is `x +
+    residual`, bit for bit, and `out` is `layer_norm(new_residual, ...)` up to 4096 columns. Longer
+    rows may be added up in another order there.
+
+    Args:
+        x: `[..., dim]`, float16, bfloat16 or float32.
+        residual: Shape, dtype and device of `x`.
+        weight, bias, eps: As in `layer_norm`.
+
+    Returns:
+        `(out, new_residual)`, both contiguous and both differentiable (once) in `x`, `residual`,
+        `weight` and `bias`.
+
+    Raises:
+        RuntimeError: As `layer_norm`.
+
+    Source: the residual blocks of BERT, GPT-2, Whisper and ViT.
+    """
+    if some_need_grad(x, residual, weight, bias):
+        return _differentiable_fused_add_layer_norm(x, residual, weight, bias, eps)
+    return _fused_add_layer_norm(x, residual, weight, bias, eps)
+
+
+def fused_add_layer_norm_(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fused_add_layer_norm` for inference, which writes over `x` and `residual`.
+
+    Args:
+        x: As in `fused_add_layer_norm`, but it is written to: rows of adjacent elements, one stride
+            between all of them, that overlap neither each other nor `residual`, `weight` or `bias`.
+        residual: Likewise.
+        weight, bias, eps: As in `layer_norm`.
+
+    Returns:
+        `(x, residual)`, the tensors that were given, now `out` and `new_residual`.
+
+    Raises:
+        RuntimeError: As `fused_add_layer_norm`, and where a gradient would be needed.
+    """
+    if some_need_grad(x, residual, weight, bias):
+        refuse_gradient("fused_add_layer_norm_", "fused_add_layer_norm")
+    _fused_add_layer_norm_inplace(x, residual, weight, bias, eps)
+    mark_written(x, residual)
+    return x, residual
 
 
 def ada_layer_norm(
@@ -216,6 +288,24 @@ def _layer_norm_backward(ctx, grad_out):
     return _layer_norm_bwd(grad_out, x, weight, bias, statistics, *ctx.needs_input_grad[:3])
 
 
+def _save_fused_add_layer_norm(ctx, inputs, outputs):
+    _, _, weight, bias, _ = inputs
+    _, new_residual, statistics = outputs
+    _keep(ctx, new_residual, None, None, None, None, weight, bias, statistics, False)
+
+
+def _fused_add_layer_norm_backward(ctx, grad_out, grad_new_residual):
+    if grad_out is None:  # only new_residual was used
+        return grad_new_residual, grad_new_residual, None, None
+    new_residual, *absent, weight, bias, statistics = _kept(ctx)
+    needs_x, needs_residual, needs_weight, needs_bias = ctx.needs_input_grad[:4]
+    _, grad_sum, *_, grad_weight, grad_bias = _gate_residual_ada_norm_bwd(
+        *(grad_out, grad_new_residual, new_residual, *absent, weight, bias, statistics, True),
+        *(False, needs_x or needs_residual, False, False, False, needs_weight, needs_bias),
+    )
+    return grad_sum, grad_sum, grad_weight, grad_bias
+
+
 def _save_ada_norm(ctx, inputs, outputs):
     x, scale, shift, weight, bias, _, ctx.layer = inputs
     needs_scale = ctx.needs_input_grad[1]
@@ -276,6 +366,12 @@ def _gate_residual_ada_norm_backward(ctx, grad_out, grad_new_residual):
 _differentiable_layer_norm = differentiable(
     "layer_norm", save=_save_layer_norm, backward=_layer_norm_backward, results=1
 )
+_differentiable_fused_add_layer_norm = differentiable(
+    "fused_add_layer_norm",
+    save=_save_fused_add_layer_norm,
+    backward=_fused_add_layer_norm_backward,
+    results=2,
+)
 _differentiable_ada_norm = differentiable(
     "ada_norm",
     save=_save_ada_norm,
@@ -295,8 +391,12 @@ register_autocast(Norm(("x",), "weight", "bias"), "layer_norm", "layer_norm_fwd"
 register_autocast(Norm(("x",), "scale", "shift", "weight", "bias"), "ada_norm", "ada_norm_fwd")
 
 
-class _GateResidualNorm(Norm):
-    """As `residual + gate * x` and the norm of that one after the other: the sum is no norm."""
+class _SumNorm(Norm):
+    """As a sum of `rows` and the norm of it one after the other: the sum is no norm."""
+
+    def __init__(self, *arguments, norm, norm_fwd):
+        super().__init__(*arguments)
+        self.norm, self.norm_fwd = norm, norm_fwd
 
     def call(self, overload, arguments, device_type):
         dtype = Rule.dtype_of_rows(self, arguments, device_type)
@@ -305,17 +405,23 @@ class _GateResidualNorm(Norm):
         self.cast(arguments, dtype)
         _, new_residual, *_ = overload(*arguments.values())
         self.cast(arguments, torch.float32)
-        *_, scale, shift, weight, bias, eps, layer = arguments.values()
-        norm = _ada_norm if overload is _gate_residual_ada_norm else _ada_norm_fwd
-        results = norm(new_residual.float(), scale, shift, weight, bias, eps, layer)
-        if overload is _gate_residual_ada_norm:
-            return results, new_residual
-        out, statistics = results
+        options = list(arguments.values())[len(self.rows) :]
+        if len(overload._schema.returns) == 2:
+            return self.norm(new_residual.float(), *options), new_residual
+        out, statistics = self.norm_fwd(new_residual.float(), *options)
         return out, new_residual, statistics
 
 
 register_autocast(
-    _GateResidualNorm(("x", "residual", "gate"), "scale", "shift", "weight", "bias"),
+    _SumNorm(*(("x", "residual"), "weight", "bias"), norm=_layer_norm, norm_fwd=_layer_norm_fwd),
+    *("fused_add_layer_norm", "fused_add_layer_norm_fwd"),
+)
+register_autocast(
+    _SumNorm(
+        *(("x", "residual", "gate"), "scale", "shift", "weight", "bias"),
+        norm=_ada_norm,
+        norm_fwd=_ada_norm_fwd,
+    ),
     *("gate_residual_ada_norm", "gate_residual_ada_norm_fwd"),
 )
 
@@ -328,6 +434,10 @@ def _fake_layer_norm(x, weight, bias, eps):
     return like(x), floats_of_rows(x, 2)
 
 
+def _fake_fused_add_layer_norm(x, residual, weight, bias, eps):
+    return like(x), like(x), floats_of_rows(x, 2)
+
+
 def _fake_ada_norm(x, scale, shift, weight, bias, eps, layer):
     return like(x), floats_of_rows(x, 2) if layer else floats_of_rows(x)
 
@@ -338,6 +448,8 @@ def _fake_gate_residual_ada_norm(x, residual, gate, *options):
 
 
 register_fakes("layer_norm", _fake_layer_norm, results=1)
+register_fakes("fused_add_layer_norm", _fake_fused_add_layer_norm, results=2)
+register_fake_in_place("fused_add_layer_norm_")
 register_fakes("ada_norm", _fake_ada_norm, results=1)
 register_fakes("gate_residual_ada_norm", _fake_gate_residual_ada_norm, results=2)
 register_fake_gradients("layer_norm_bwd")

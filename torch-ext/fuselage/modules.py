@@ -6,7 +6,7 @@ from typing import Optional
 
 import torch
 
-from .ada_norm import ada_layer_norm, ada_rms_norm, layer_norm
+from .ada_norm import ada_layer_norm, ada_rms_norm, fused_add_layer_norm, layer_norm
 from .gate import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from .norm import fused_add_rms_norm, rms_norm
 from .poly_norm import fused_mul_poly_norm, grouped_poly_norm, poly_norm
@@ -144,6 +144,14 @@ class LayerNorm(torch.nn.Module):
     def extra_repr(self) -> str:
         affine, bias = self.weight is not None, self.bias is not None
         return f"{self.dim}, eps={self.eps}, elementwise_affine={affine}, bias={bias}"
+
+
+class FusedAddLayerNorm(LayerNorm):
+    """`fused_add_layer_norm` with parameters of its own: `(x, residual) -> (out, new_residual)`."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check_dim(x)
+        return fused_add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
 
 class AdaLayerNorm(LayerNorm):

@@ -1,4 +1,4 @@
-"""layer_norm, ada_layer_norm, ada_rms_norm and gate_residual_ada_norm."""
+"""layer_norm, fused_add_layer_norm, ada_layer_norm, ada_rms_norm and gate_residual_ada_norm."""
 
 from __future__ import annotations
 
@@ -84,6 +84,11 @@ def _layer_norm_inputs(shape: Shape, device: str) -> tuple[torch.Tensor, ...]:
     return _activations(shape, device), (1.0 + weight).clone(), bias.clone()
 
 
+def _fused_add_inputs(shape: Shape, device: str) -> tuple[torch.Tensor, ...]:
+    x, weight, bias = _layer_norm_inputs(shape, device)
+    return x, _activations(shape, device), weight, bias
+
+
 def _ada_inputs(shape: Shape, device: str) -> tuple[torch.Tensor, ...]:
     return (_activations(shape, device), *_modulations(shape, device, 2))
 
@@ -139,6 +144,14 @@ def torch_ada_rms_norm(x, scale, shift):
     return (F.rms_norm(x, x.shape[-1:], None, EPS) * (1 + scale) + shift).to(x.dtype)
 
 
+def _with_sum(layer_norm):
+    def formula(x, residual, weight, bias):
+        new_residual = x + residual
+        return layer_norm(new_residual, weight, bias), new_residual
+
+    return formula
+
+
 def _with_residual(ada_norm):
     def formula(x, residual, gate, scale, shift):
         new_residual = (residual + gate * x).to(x.dtype)
@@ -160,6 +173,18 @@ def _layer_norm_contenders(fuselage: ModuleType):
         "torch": lambda: torch_layer_norm,
         "compile": lambda: compiled(eager_layer_norm),
         "liger": liger_layer_norm,
+    }
+
+
+def _fused_add_contenders(fuselage: ModuleType):
+    def ours(x, residual, weight, bias):
+        return fuselage.fused_add_layer_norm(x, residual, weight, bias, EPS)
+
+    return {
+        "fuselage": lambda: ours,
+        "eager": lambda: _with_sum(eager_layer_norm),
+        "torch": lambda: _with_sum(torch_layer_norm),
+        "compile": lambda: compiled(_with_sum(eager_layer_norm)),
     }
 
 
@@ -200,6 +225,11 @@ def _normalised(x, layer: bool):
 
 def _layer_norm_reference(x, weight, bias, dtype):
     return (_normalised(x, True) * weight + bias,)
+
+
+def _fused_add_reference(x, residual, weight, bias, dtype):
+    new_residual = rounded(x + residual, dtype)
+    return _normalised(new_residual, True) * weight + bias, new_residual
 
 
 def _ada_reference(layer: bool):
@@ -280,6 +310,14 @@ OPERATORS = [
         reference=_layer_norm_reference,
         necessary_bytes={"fwd": _moves(2, 2), "bwd": _moves(3, 3)},
         host_sections=_host_sections,
+    ),
+    Operator(
+        name="fused_add_layer_norm",
+        shapes=[s for s in _LAYER_NORM if s.tags & {"main", "small"}] + _CPU,
+        make_inputs=_fused_add_inputs,
+        contenders=_fused_add_contenders,
+        reference=_fused_add_reference,
+        necessary_bytes={"fwd": _moves(4, 2), "bwd": _moves(4, 3)},
     ),
     Operator(
         name="ada_layer_norm",
