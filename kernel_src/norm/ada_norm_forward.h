@@ -32,10 +32,7 @@ struct AdaNormOp {
     return aligned && !kResidual ? kForwardThreads : 768;
   }
   static constexpr int blocks(bool aligned, bool) { return aligned && !kResidual ? 2 : 1; }
-  static constexpr int short_blocks(bool aligned, int vectors) {
-    if (vectors > kForwardVectors) return kResidual ? 4 : 6;
-    return aligned && !kResidual ? 7 : 5;
-  }
+  static constexpr int short_blocks(bool aligned) { return aligned && !kResidual ? 7 : 5; }
   static constexpr bool early(int vectors, bool aligned) { return aligned && vectors < 4; }
 
   static __device__ __forceinline__ bool centred(const Params& p) { return p.layer; }

@@ -54,7 +54,7 @@ struct RmsNormOp {
     return aligned && !kResidual && !clusters ? 576 : kForwardThreads;
   }
   static constexpr int blocks(bool aligned, bool) { return aligned && kResidual ? 1 : 2; }
-  static constexpr int short_blocks(bool aligned, int) { return !aligned ? 5 : kResidual ? 7 : 9; }
+  static constexpr int short_blocks(bool aligned) { return !aligned ? 5 : kResidual ? 7 : 9; }
   static constexpr bool early(int, bool aligned) { return aligned || !kResidual; }
 
   static __device__ __forceinline__ bool shares_columns(const Params&) { return true; }

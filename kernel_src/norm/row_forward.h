@@ -94,12 +94,10 @@ __device__ __forceinline__ typename Op::Stats stats_of_rows(
 }
 
 template <typename Op, int kVectors, int kRows, bool kAligned, bool kClusters>
-__global__ void __launch_bounds__(kRows > 1 || kVectors > kForwardVectors
-                                      ? kForwardShortThreads
-                                      : Op::threads(kAligned, kClusters),
-                                  kRows > 1 || kVectors > kForwardVectors
-                                      ? Op::short_blocks(kAligned, kVectors)
-                                      : Op::blocks(kAligned, kClusters))
+__global__ void __launch_bounds__(kRows > 1 ? kForwardShortThreads
+                                            : Op::threads(kAligned, kClusters),
+                                  kRows > 1 ? Op::short_blocks(kAligned)
+                                            : Op::blocks(kAligned, kClusters))
     row_forward_kernel(const typename Op::Params p, const int blocks_in_cluster) {
   using T = typename Op::In;
   using O = typename Op::Out;
@@ -310,10 +308,6 @@ gpuError launch_row_forward(const typename Op::Params& p, const RowPolicy& polic
   };
   if constexpr (kAligned) {
     if (policy.cluster > 1) return launch(&row_forward_kernel<Op, 4, 1, true, true>);
-    if constexpr (Op::kCentres) {
-      if (policy.vectors == kForwardWarpVectors)
-        return launch(&row_forward_kernel<Op, kForwardWarpVectors, 1, true, false>);
-    }
     switch (10 * policy.vectors + policy.rows_per_thread) {
       case 11: return launch(&row_forward_kernel<Op, 1, 1, true, false>);
       case 14: return launch(&row_forward_kernel<Op, 1, 4, true, false>);

@@ -11,7 +11,6 @@ namespace fuselage {
 constexpr int kForwardThreads = 512;       // of a block, at most
 constexpr int kForwardShortThreads = 128;  // of a block whose threads have several rows
 constexpr int kForwardVectors = 4;         // of a row in a thread
-constexpr int kForwardWarpVectors = 8;     // of a row that one warp has
 
 // Threads for which a multiprocessor has registers in every forward kernel of one row a thread.
 constexpr int kForwardResidentThreads = 1024;
@@ -20,7 +19,6 @@ struct RowForwardShape {
   int64_t rows, dim;
   int element_size;  // of the inputs
   bool aligned;      // every row of every tensor starts and ends on a 16-byte boundary
-  bool centres;      // the mean is taken away: more instructions than memory takes time for
 };
 
 // How many vectors a thread has does not change the order of a row's sum (norm/row_reduce.h), so it
@@ -56,10 +54,6 @@ inline RowPolicy row_forward_policy(const DeviceInfo& device, const RowForwardSh
   } else if (shape.aligned && count <= 2 * kWarpSize) {
     policy.vectors = 2;
     policy.rows_per_thread = 2;
-  } else if (shape.aligned && shape.centres && count > kWarpSize * kForwardVectors &&
-             count <= kWarpSize * kForwardWarpVectors) {
-    // One warp a row: its sums take as many instructions as four vectors do.
-    policy.vectors = kForwardWarpVectors;
   } else if (shape.aligned && 2 * held(kForwardVectors) > 3 * count) {
     // A third of the threads would idle: gate_residual_ada_norm of (16384, 1152) takes 64 us so,
     // and 57 with two vectors.

@@ -4,8 +4,7 @@
 //
 //   vector   N columns         one thread
 //   unit     32 vectors        one warp, which has kVectors of them
-//   quad     4 units           a warp that has four or eight, or a thread that reads those of
-//                              several warps
+//   quad     4 units           a warp that has four, or a thread that reads those of several warps
 //   block    quads, in order   every thread for itself, after the one barrier
 //   row      blocks, in order  every thread, of what the blocks of a cluster send each other
 //
@@ -107,10 +106,9 @@ template <int kRows, int kVectors, int N>
 struct RowTree {
   static constexpr int kItems = kRows * kVectors;  // units of a warp: a lane looks after one
   static constexpr int kStep = kWarpSize * N;      // columns of a unit
-  static constexpr bool kQuads = kVectors >= 4;
-  static constexpr bool kTwoQuads = kVectors == 8;        // of a row that one warp has
+  static constexpr bool kQuads = kVectors == 4;
   static constexpr int kEntries = kQuads ? 1 : kVectors;  // what a warp shares: a quad, or units
-  static_assert(kVectors == 1 || kVectors == 2 || kVectors == 4 || kTwoQuads, "units or quads");
+  static_assert(kVectors == 1 || kVectors == 2 || kVectors == 4, "a quad is four units");
 
   // The lanes of a warp that share a row, a power of two. NOTE: rows of several vectors a thread
   // have whole warps.
@@ -121,7 +119,7 @@ struct RowTree {
     return static_cast<int>(threadIdx.x) & (width() - 1);
   }
   static __device__ __forceinline__ bool one_warp() {
-    return kTwoQuads || static_cast<int>(blockDim.x) <= kWarpSize;
+    return static_cast<int>(blockDim.x) <= kWarpSize;
   }
   // The item that this lane looks after; the first lane that does so for an item.
   static __device__ __forceinline__ int own_item() {
@@ -137,12 +135,9 @@ struct RowTree {
   }
   static __device__ __forceinline__ float add_units(float value) {
 #pragma unroll
-    for (int i = 1; i < kVectors && i < 4; i *= 2)
+    for (int i = 1; i < kVectors; i *= 2)
       value += shuffle_xor(value, i * (width() / kItems), width());
     return value;
-  }
-  static __device__ __forceinline__ float add_two_quads(float value) {
-    return kTwoQuads ? value + shuffle_xor(value, kWarpSize / 2, kWarpSize) : value;
   }
 
   // Writes values of this warp's entries to arrays of shared memory, padded with zeros to whole
@@ -228,7 +223,7 @@ __device__ __forceinline__ void reduce_row(float (&items)[kRows * kVectors][kSum
   warp_sums_of_rows(items, sums, Tree::width());
   if (Tree::adds_units()) {
 #pragma unroll
-    for (int k = 0; k < kSums; ++k) sums[k] = Tree::add_two_quads(Tree::add_units(sums[k]));
+    for (int k = 0; k < kSums; ++k) sums[k] = Tree::add_units(sums[k]);
   }
   if (kRows > 1 || Tree::one_warp()) return;
   Tree::share(sums, scratch);
@@ -290,9 +285,7 @@ __device__ __forceinline__ Moments<kRest> reduce_row(Moments<kRest> (&items)[kRo
   // Quads of a warp.
   if (Tree::adds_units()) {
     own.sum = Tree::add_units(own.sum);
-    constexpr int kColumns = (kVectors < 4 ? kVectors : 4) * kStep;
-    const int start = part.warp_start + (Tree::kTwoQuads ? Tree::own_item() / 4 * kColumns : 0);
-    const float count_of_all = static_cast<float>(part.count(start, kColumns));
+    const float count_of_all = static_cast<float>(part.count(part.warp_start, kVectors * kStep));
     const float mean_of_all = mean_of(own.sum, count_of_all);
     own.move(mean - mean_of_all, count);
     own.squares = Tree::add_units(own.squares);
@@ -301,10 +294,8 @@ __device__ __forceinline__ Moments<kRest> reduce_row(Moments<kRest> (&items)[kRo
     mean = mean_of_all;
   }
   if (kRows > 1 || Tree::one_warp()) {
-    own.sum = Tree::add_two_quads(own.sum) / static_cast<float>(part.dim);
+    own.sum /= static_cast<float>(part.dim);
     own.move(mean - own.sum, count);
-    own.squares = Tree::add_two_quads(own.squares);
-    if (kRest) own.rest = Tree::add_two_quads(own.rest);
     return own;
   }
 
