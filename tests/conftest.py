@@ -12,6 +12,7 @@ import os
 import random
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -132,6 +133,29 @@ def fuselage() -> ModuleType:
 def device(request: pytest.FixtureRequest) -> str:
     """Every device the suite runs on."""
     return request.param
+
+
+_GPUS = torch.cuda.device_count() if "cuda" in DEVICES else 0
+_RANKS = [("cpu", 2), ("cpu", 4), *(("cuda", count) for count in (2, 4) if count <= _GPUS)]
+
+
+@pytest.fixture(scope="session")
+def started_ranks() -> Iterator[dict]:
+    started = {}
+    yield started
+    for ranks in started.values():
+        ranks.close()
+
+
+@pytest.fixture(params=_RANKS, ids=lambda ranks: f"{ranks[0]}-{ranks[1]}")
+def ranks(request: pytest.FixtureRequest, started_ranks: dict):
+    """Two and four processes on the CPU, and on so many GPUs: `ranks.run(function, ...)`."""
+    from ranks import Ranks
+
+    device, count = request.param
+    if request.param not in started_ranks:
+        started_ranks[request.param] = Ranks(count, device)
+    return started_ranks[request.param]
 
 
 @pytest.fixture(autouse=True)

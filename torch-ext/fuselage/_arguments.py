@@ -1,7 +1,8 @@
-"""Names an argument of the wrong kind, as a list where a tensor belongs.
+"""What a call of an operator that fails goes through: nothing is looked at before.
 
-Nothing is looked at before a call. Where one fails, the public function is found on the stack, and
-what it was given is compared with its annotations.
+An argument of the wrong kind is named, as a list where a tensor belongs: the public function is
+found on the stack, and what it was given is compared with its annotations. The first DTensor makes
+the operators know such.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterator, Sequence
+from typing import Optional
 
 import torch
 
@@ -24,8 +26,20 @@ class _Overload(torch._ops.OpOverload):
         try:
             return self._op(*args, **kwargs)
         except Exception:
+            if _registers_dtensors(args, kwargs):
+                return self._op(*args, **kwargs)
             refuse_wrong_kinds()
             raise
+
+
+def _registers_dtensors(args: tuple, kwargs: dict) -> bool:
+    """Whether a DTensor among these is the first one: from then on the ops take them."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is None or not any(isinstance(a, tensor.DTensor) for a in (*args, *kwargs.values())):
+        return False
+    from . import _dtensor
+
+    return _dtensor.register()
 
 
 def explain_errors_of(ops) -> None:
@@ -38,17 +52,28 @@ def explain_errors_of(ops) -> None:
             packet.default.__class__ = _Overload
 
 
-def refuse_wrong_kinds() -> None:
-    """Raises TypeError if the public function that is running has an argument of the wrong kind."""
+def public_function() -> Optional[str]:
+    """The name of the public function that is running, if one is."""
+    function, _ = _running()
+    return function and function.__name__
+
+
+def _running() -> tuple[Optional[types.FunctionType], Optional[types.FrameType]]:
+    """The public function that is running, and its frame."""
     package = vars(sys.modules[__package__])
     members = (package.get(name) for name in package["__all__"])  # nothing is imported for it
     public = {f.__code__: f for f in members if isinstance(f, types.FunctionType)}
     frame = sys._getframe(1)
     while frame is not None and frame.f_code not in public:
         frame = frame.f_back
-    if frame is None:
+    return (None, None) if frame is None else (public[frame.f_code], frame)
+
+
+def refuse_wrong_kinds() -> None:
+    """Raises TypeError if the public function that is running has an argument of the wrong kind."""
+    function, frame = _running()
+    if function is None:
         return
-    function = public[frame.f_code]
     hints = typing.get_type_hints(function)
     for name in function.__code__.co_varnames[: len(hints) - 1]:
         value, kinds = frame.f_locals[name], tuple(_kinds_of(hints[name]))

@@ -1,0 +1,105 @@
+"""Every operator, sharded in every way it takes, gives what it gives on one process.
+
+Rows do not depend on each other: results, and gradients of rows, have the bits of the unsharded
+call. Gradients of what all rows share come back as partial sums of the ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from harness import (
+    FLOAT32_ROUNDINGS,
+    UNIT,
+    Operator,
+    assert_same_bits,
+    each_dtype,
+    each_operator,
+    random_grad_outs,
+    reference_gradients,
+    terms_of_gradients,
+)
+from operators import OPERATORS
+from ranks import Rank
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+BY_NAME = {op.name: op for op in OPERATORS}
+SHARDED_COLUMNS = ("silu", "swiglu", "geglu", "bias_act", "add_mul_act")
+SHAPE = (3, 5, 8)  # 4 ranks: one of them has no row of the three, and the five are cut unevenly
+
+
+def distributed(t: torch.Tensor, mesh, placements) -> DTensor:
+    """Of what every rank has, without a collective."""
+    return distribute_tensor(t, mesh, placements, src_data_rank=None)
+
+
+def all_placements(op: Operator, mesh) -> list[tuple]:
+    dims = range(len(SHAPE) - (op.name not in SHARDED_COLUMNS))
+    return list(itertools.product([Replicate(), *map(Shard, dims)], repeat=mesh.ndim))
+
+
+def leaves_of(op: Operator, inputs: dict, mesh, placements) -> dict:
+    """DTensors that require a gradient: rows sharded, all else whole."""
+    whole = [Replicate()] * mesh.ndim
+    leaves = {}
+    for name, t in inputs.items():
+        if isinstance(t, torch.Tensor):
+            t = distributed(t, mesh, placements if name in op.row_inputs else whole)
+            t.requires_grad_(t.is_floating_point())
+        leaves[name] = t
+    return leaves
+
+
+def check_sum(name: str, actual: DTensor, expected: torch.Tensor, terms: torch.Tensor) -> None:
+    """Each rank rounds its sum, and the sum of these is rounded on the way."""
+    parts = DTensor.from_local(actual.to_local().abs(), actual.device_mesh, actual.placements)
+    parts = parts.full_tensor().double()
+    noise = FLOAT32_ROUNDINGS * UNIT[torch.float32] * torch.maximum(terms, parts)
+    bound = 2 * actual.device_mesh.size() * UNIT[actual.dtype] * parts + noise
+    error = (actual.full_tensor().double() - expected).abs()
+    assert (error <= bound).all(), f"grad_{name}: {error.max():.3g}, {bound[error > bound]}"
+
+
+def check(rank: Rank, name: str, style: str, dtype: torch.dtype, sizes: tuple) -> None:
+    op = BY_NAME[name]
+    mesh = rank.mesh(*sizes)
+    inputs, options = op.inputs(SHAPE, dtype, rank.device, style), op.options(style)
+    leaves = {
+        n: t.clone().requires_grad_(t.is_floating_point()) if isinstance(t, torch.Tensor) else t
+        for n, t in inputs.items()
+    }
+    expected = op.run(rank.fuselage, leaves, options)
+    grad_outs = random_grad_outs(expected)
+    torch.autograd.backward(list(expected.values()), list(grad_outs.values()))
+    sums = reference_gradients(op, inputs, options, grad_outs)
+    terms = terms_of_gradients(op, inputs, options, grad_outs)
+    for placements in all_placements(op, mesh):
+        sharded = leaves_of(op, inputs, mesh, placements)
+        grads = {n: distributed(t, mesh, placements) for n, t in grad_outs.items()}
+        with CommDebugMode() as collectives:
+            outputs = op.run(rank.fuselage, sharded, options)
+            torch.autograd.backward(list(outputs.values()), [grads[name] for name in outputs])
+        assert collectives.get_total_counts() == 0, placements
+        for name, out in outputs.items():
+            assert out.placements == placements, (name, out.placements)
+            assert_same_bits(out.full_tensor(), expected[name], f"{name} of {placements}")
+        for name, leaf in sharded.items():
+            if isinstance(leaf, DTensor) and leaf.requires_grad:
+                if Partial() in leaf.grad.placements:
+                    check_sum(name, leaf.grad, sums[name], terms.get(name, sums[name].abs()))
+                elif not leaf.grad.full_tensor().equal(leaves[name].grad):  # zeros of either sign
+                    assert_same_bits(leaf.grad.full_tensor(), leaves[name].grad, f"grad_{name}")
+        with torch.no_grad():
+            for name, out in op.run(rank.fuselage, sharded, options).items():
+                assert_same_bits(out.to_local(), outputs[name].to_local(), f"{name}, no gradient")
+
+
+@each_operator(OPERATORS)
+@each_dtype
+def test_is_what_one_process_gives(ranks, op, dtype):
+    for style in op.styles:
+        ranks.run(check, op.name, style, dtype, ())
+    if ranks.count == 4:
+        ranks.run(check, op.name, next(iter(op.styles)), dtype, (2, 2))

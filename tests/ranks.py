@@ -1,0 +1,118 @@
+"""Processes that tests share: each is one rank, and runs what it is sent.
+
+They are forked from a server that has imported Torch once, and stay until the session ends. What
+takes longer than a minute is taken for a deadlock, and fails.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import ModuleType
+
+import torch
+
+SECONDS = 60
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch.distributed.tensor.parallel", "kernels"])
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a function is given that runs on every rank."""
+
+    index: int
+    count: int
+    device: str
+    fuselage: ModuleType
+
+    def mesh(self, *sizes: int, names: tuple[str, ...] | None = None):
+        """A mesh of all ranks, in one dimension unless sizes are given."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        kind = self.device.partition(":")[0]
+        return init_device_mesh(kind, sizes or (self.count,), mesh_dim_names=names)
+
+
+class Ranks:
+    """So many ranks, on the CPU with Gloo or on a GPU each with NCCL."""
+
+    def __init__(self, count: int, device: str):
+        self.count = count
+        self.device = device
+        self._start()
+
+    def _start(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self._folder, self._pipes, self._processes = folder, [], []
+        for index in range(self.count):
+            ours, theirs = _context.Pipe()
+            arguments = (theirs, index, self.count, self.device, f"{folder.name}/store")
+            process = _context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable, *arguments) -> list:
+        """`function(rank, *arguments)` on every rank; what it returns on each."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        answers = [self._answer(pipe) for pipe in self._pipes]
+        failed = [(i, text) for i, (right, text) in enumerate(answers) if not right]
+        if failed:  # the others may wait for a collective of these
+            self.close()
+            self._start()
+            raise AssertionError("\n".join(f"rank {i}: {text}" for i, text in failed))
+        return [value for _, value in answers]
+
+    def _answer(self, pipe) -> tuple[bool, object]:
+        try:
+            if pipe.poll(SECONDS):
+                return pipe.recv()
+            return False, f"no answer after {SECONDS} seconds: a deadlock?"
+        except EOFError:
+            return False, "the process has ended"
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _serve(pipe, index: int, count: int, device: str, store: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    if device == "cuda":
+        device = f"cuda:{index}"
+        torch.cuda.set_device(index)
+    torch.distributed.init_process_group(
+        "gloo" if device == "cpu" else "nccl",
+        init_method=f"file://{store}",
+        rank=index,
+        world_size=count,
+        timeout=timedelta(seconds=SECONDS / 2),
+    )
+    from conftest import REPO_ID, VERSION, kernel_backend
+    from kernels import get_kernel
+
+    kernel = get_kernel(REPO_ID, version=VERSION, backend=kernel_backend())
+    rank = Rank(index, count, device, kernel)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        torch.manual_seed(20261121)
+        try:
+            answer = True, function(rank, *arguments)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)
