@@ -11,10 +11,11 @@ place is never moved, and a vocabulary is sampled in shards.
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -24,6 +25,9 @@ from ._ops import add_op_namespace_prefix, ops
 from .sampling import ShardSample, combine_shard_samples
 
 Targets = list  # of a placement for each dimension of the mesh
+
+# NOTE: not what derives from these. The mask of an embedding's parts is gone after one reduction.
+_UNDERSTOOD = (Replicate, Shard, Partial)
 
 _registered = False
 _lock = threading.Lock()
@@ -47,13 +51,10 @@ class Call:
     """One call of an op, some of whose arguments are DTensors."""
 
     def __init__(self, overload, args, kwargs):
-        schema = overload._schema
-        names = [argument.name for argument in schema.arguments]
         self.overload = overload
-        self.arguments = dict(zip(names, args)) | dict(kwargs or {})
-        self.written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-        self.results = [result.name for result in schema.returns]
-        self.op = public_function() or schema.name.partition("::")[2]
+        self.arguments = dict(zip(_names(overload), args))
+        if kwargs:
+            self.arguments |= kwargs
 
     def __getitem__(self, name: str):
         return self.arguments[name]
@@ -62,18 +63,48 @@ class Call:
         """Those of some arguments that are not None."""
         return ((n, self.arguments[n]) for n in names if self.arguments.get(n) is not None)
 
+    def layout(self) -> tuple:
+        """All that a plan depends on."""
+        described = [
+            (a.device_mesh, a.placements, a.shape) if isinstance(a, DTensor) else a is None
+            for a in self.arguments.values()
+        ]
+        return (self.overload, self.arguments.get("heads_dim"), *described)
+
     def refuse(self, why: str):
-        raise RuntimeError(f"fuselage::{self.op}: {why}")
+        op = public_function() or self.overload._schema.name.partition("::")[2]
+        raise RuntimeError(f"fuselage::{op}: {why}")
 
     def refuse_placement(self, name: str, index: int, allowed: str):
-        t = self.arguments[name]
-        dimension = f"dimension {index} of the mesh"
-        if t.device_mesh.mesh_dim_names:
-            dimension = f"dimension `{t.device_mesh.mesh_dim_names[index]}` of the mesh"
+        placement = self.arguments[name].placements[index]
+        shown = repr(placement) if type(placement) in _UNDERSTOOD else type(placement).__name__
         self.refuse(
-            f"`{name}` is {t.placements[index]!r} over {dimension}, which must be {allowed}; "
+            f"`{name}` is {shown} over {self.mesh_dimension(index)}, which must be {allowed}; "
             "redistribute it"
         )
+
+    def mesh_dimension(self, index: int) -> str:
+        mesh = next(t for t in self.arguments.values() if isinstance(t, DTensor)).device_mesh
+        name = f"`{mesh.mesh_dim_names[index]}`" if mesh.mesh_dim_names else index
+        return f"dimension {name} of the mesh"
+
+
+@cache
+def _names(overload) -> list[str]:
+    return [argument.name for argument in overload._schema.arguments]
+
+
+class Plan(NamedTuple):
+    """What is done with the tensors of a call."""
+
+    targets: Targets  # of the rows
+    inputs: list[tuple[str, Targets, bool]]  # where each goes, and whether it is there
+    results: list[tuple[str, Targets] | None]  # what each is like, and where; None stays local
+    start: int = 0  # of this rank, along what is sharded
+
+
+_plans: dict[tuple, Plan] = {}
+_PLANS = 4096  # that are kept
 
 
 @dataclass(frozen=True)
@@ -95,18 +126,51 @@ class Rule:
     def dispatch(self, cls, overload, types, args=(), kwargs=None):
         call = Call(overload, args, kwargs)
         with torch.no_grad():
-            self.check(call)
-            targets = self.targets(call)
-            wanted = self.placements(call, targets)
-            for name in call.written:
-                for index, placement in enumerate(wanted.get(name, ())):
+            plan = self.plan(call)
+            arguments = call.arguments.copy()
+            for name, to, is_there in plan.inputs:
+                if not is_there:
+                    arguments[name] = _move(arguments[name], to)
+            for name, _, _ in plan.inputs:  # all collectives are under way
+                arguments[name] = arguments[name].to_local()
+            self.localise(call, plan, arguments)
+            return self.wrap(call, overload(*arguments.values()), plan)
+
+    def plan(self, call: Call) -> Plan:
+        """Made once for a layout. Raises what is to be refused."""
+        layout = call.layout()
+        try:
+            plan = _plans.get(layout)
+        except TypeError:  # a size that is known only when a traced program runs
+            return self.make_plan(call)
+        if plan is None:
+            plan = self.make_plan(call)
+            if len(_plans) >= _PLANS:
+                _plans.clear()
+            _plans[layout] = plan
+        return plan
+
+    def make_plan(self, call: Call) -> Plan:
+        self.check(call)
+        targets = self.targets(call)
+        inputs = [
+            (name, to, list(call[name].placements) == to)
+            for name, to in self.placements(call, targets).items()
+        ]
+        self.check_written(call, inputs)
+        schema = call.overload._schema
+        results = [self.result(call, result.name, targets) for result in schema.returns]
+        return Plan(targets, inputs, results, self.start(call, targets))
+
+    def check_written(self, call: Call, inputs: list[tuple[str, Targets, bool]]) -> None:
+        schema = call.overload._schema
+        written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+        for name, to, is_there in inputs:
+            if name in written and not is_there:
+                for index, placement in enumerate(to):
                     if call[name].placements[index] != placement:
                         allowed = f"{placement!r} to be written in place"
                         call.refuse_placement(name, index, allowed)
-            moved = {name: _move(call[name], to) for name, to in wanted.items()}
-            arguments = call.arguments | {name: t.to_local() for name, t in moved.items()}
-            self.localise(call, targets, arguments)
-            return self.wrap(call, overload(*arguments.values()), targets)
 
     def distributed(self) -> tuple[str, ...]:
         return self.rows + self.vectors + self.columns + self.modulations
@@ -130,7 +194,7 @@ class Rule:
                     "they must be on one mesh"
                 )
             for index, placement in enumerate(t.placements):
-                if type(placement) not in (Replicate, Shard, Partial):
+                if type(placement) not in _UNDERSTOOD:
                     call.refuse_placement(name, index, "Replicate, Shard or Partial")
 
     def targets(self, call: Call) -> Targets:
@@ -148,8 +212,8 @@ class Rule:
             if len(shards) > 1:
                 (first, of_first), (second, of_second) = list(shards.items())[:2]
                 call.refuse(
-                    f"`{of_first}` is {first!r} and `{of_second}` is {second!r} over dimension "
-                    f"{index} of the mesh; they must be sharded alike, redistribute one"
+                    f"`{of_first}` is {first!r} and `{of_second}` is {second!r} over "
+                    f"{call.mesh_dimension(index)}; they must be sharded alike, redistribute one"
                 )
             targets.append(next(iter(shards), Replicate()))
         return targets
@@ -159,8 +223,8 @@ class Rule:
         return range(t.dim() if self.columns_may_be_sharded else t.dim() - 1)
 
     def allowed(self, call: Call, t: DTensor) -> str:
-        dims = [f"Shard({dim})" for dim in self.dims(call, t)]
-        return " or ".join(["Replicate()", *dims])
+        *but_last, last = ["Replicate()", *(f"Shard({dim})" for dim in self.dims(call, t))]
+        return f"{', '.join(but_last)} or {last}" if but_last else last
 
     def placements(self, call: Call, targets: Targets) -> dict[str, Targets]:
         """Where each DTensor of the call goes."""
@@ -184,39 +248,45 @@ class Rule:
                 return rows
         return Replicate()
 
-    def localise(self, call: Call, targets: Targets, arguments: dict) -> None:
+    def start(self, call: Call, targets: Targets) -> int:
+        """What `localise` needs."""
+        return 0
+
+    def localise(self, call: Call, plan: Plan, arguments: dict) -> None:
         """Changes what else depends on the shard of this rank."""
 
-    def wrap(self, call: Call, results, targets: Targets):
+    def wrap(self, call: Call, results, plan: Plan):
         """The results as DTensors, of the local ones."""
-        if results is None or not call.results:
-            return results
-        several = isinstance(results, (tuple, list))
-        wrapped = [
-            self.result(call, name, local, targets)
-            for name, local in zip(call.results, results if several else [results])
-        ]
-        return tuple(wrapped) if several else wrapped[0]
+        if isinstance(results, torch.Tensor):
+            return self.wrapped(call, results, plan.results[0])
+        if results is None:
+            return None
+        return tuple(self.wrapped(call, t, like) for t, like in zip(results, plan.results))
 
-    def result(self, call: Call, name: str, local: torch.Tensor, targets: Targets):
-        if name in ("rstd", "statistics") or local.shape == (0,):  # or not asked for
+    def wrapped(self, call: Call, local: torch.Tensor, like: tuple[str, Targets] | None):
+        if like is None or local.shape == (0,):  # that was not asked for
             return local
-        source = self.source(call, name)
+        source, placements = like
         t = call[source]
-        placements = [self.placement(call, source, t, target) for target in targets]
+        if source not in self.rows or self.columns_may_be_sharded:
+            return _from_local(local, t.device_mesh, placements, t.shape)
+        # The columns of a result may be fewer than those of the input, or twice as many.
+        return _from_local(local, t.device_mesh, placements, (*t.shape[:-1], local.shape[-1]))
+
+    def result(self, call: Call, name: str, targets: Targets) -> tuple[str, Targets] | None:
+        """The argument that a result is like, and where it is."""
+        if name in ("rstd", "statistics"):
+            return None
+        source = self.source(call, name)
+        placements = [self.placement(call, source, call[source], target) for target in targets]
         if source not in self.rows:  # the gradient of what several ranks have
             placements = [
                 Partial() if isinstance(target, Shard) and placement == Replicate() else placement
                 for target, placement in zip(targets, placements)
             ]
-            return _from_local(local, t, placements, t.shape)
-        # The columns of a result may be fewer than those of the input, or twice as many.
-        whole = any(isinstance(p, Shard) and p.dim == t.dim() - 1 for p in placements)
-        columns = t.shape[-1] if whole else local.shape[-1]
-        return _from_local(local, t, placements, (*t.shape[:-1], columns))
+        return source, placements
 
     def source(self, call: Call, name: str) -> str:
-        """The argument that a result is like."""
         source = name.removeprefix("grad_").removesuffix("_in").removesuffix("_out")
         candidates = (source, f"grad_{source}", *self.rows)
         return next(name for name, _ in call.given(*candidates) if name in self.distributed())
@@ -235,7 +305,7 @@ class Grouped(Rule):
         for name, t in call.given("offs", "weight", "bias", *self.rows[:1]):
             for index, (placement, target) in enumerate(zip(t.placements, targets)):
                 if Shard(0) in (placement, target) and placement != target:
-                    call.refuse_placement(name, index, f"{target!r} as `x`, by experts")
+                    call.refuse_placement(name, index, f"{target!r}, as `x` is, by experts")
         return super().placements(call, targets)
 
 
@@ -268,11 +338,18 @@ class Rotary(Rule):
         of_batch = name == "offsets" or t.dim() > (1 if name == "position_ids" else 2)
         return rows if rows.dim == 0 and of_batch and t.shape[0] != 1 else Replicate()
 
-    def localise(self, call: Call, targets: Targets, arguments: dict) -> None:
-        q, tokens = call[self.rows[0]], self.tokens(call)
-        start = _start(q, targets, tokens)
-        for name, offset in call.given("offset", "offsets"):
-            arguments[name] = start + (offset if name == "offset" else arguments[name])
+    def start(self, call: Call, targets: Targets) -> int:
+        return _start(call[self.rows[0]], targets, self.tokens(call))
+
+    def localise(self, call: Call, plan: Plan, arguments: dict) -> None:
+        if arguments["offset"] is not None:
+            arguments["offset"] += plan.start
+        elif arguments["offsets"] is not None:
+            arguments["offsets"] = arguments["offsets"] + plan.start
+        elif arguments["position_ids"] is None and call[self.rows[0]].dim() == 3:
+            # The shard of one rank may have as many sequences as tokens, and could be packed.
+            tables = {name: arguments[name] for name in self.tables}
+            arguments |= {name: t[None] if t.dim() == 2 else t for name, t in tables.items()}
 
 
 class GivenLogits(Rule):
@@ -281,17 +358,15 @@ class GivenLogits(Rule):
     def dims(self, call: Call, t: DTensor) -> range:
         return range(0)
 
-    def localise(self, call: Call, targets: Targets, arguments: dict) -> None:
+    def localise(self, call: Call, plan: Plan, arguments: dict) -> None:
         if not isinstance(call["seed"], DTensor):  # the ranks may have drawn different ones
             mesh = call[self.rows[0]].device_mesh
-            arguments["seed"] = distribute_tensor(call["seed"], mesh, targets).to_local()
+            arguments["seed"] = distribute_tensor(call["seed"], mesh, plan.targets).to_local()
 
-    def wrap(self, call: Call, results, targets: Targets):
-        reference = call[self.rows[0]]
-        return tuple(
-            t if t.shape == (0,) else DTensor.from_local(t, reference.device_mesh, targets)
-            for t in results
-        )
+    def wrapped(self, call: Call, local: torch.Tensor, like: tuple[str, Targets]):
+        if local.shape == (0,):
+            return local
+        return DTensor.from_local(local, call[self.rows[0]].device_mesh, like[1], run_check=False)
 
 
 class Head(GivenLogits):
@@ -300,48 +375,52 @@ class Head(GivenLogits):
     def dispatch(self, cls, overload, types, args=(), kwargs=None):
         call = Call(overload, args, kwargs)
         with torch.no_grad():
-            self.check(call)
-            weight = call["weight"]
-            shards = [index for index, p in enumerate(weight.placements) if p == Shard(0)]
-            for index, placement in enumerate(weight.placements):
-                if placement not in (Shard(0), Replicate()):
-                    call.refuse_placement("weight", index, "Replicate() or Shard(0)")
-            if not shards:
+            plan = self.plan(call)
+            if Shard(0) not in call["weight"].placements:
                 return super().dispatch(cls, overload, types, args, kwargs)
-            return self.draw(call, self.targets(call), shards)
+            return self.wrap(call, self.draw(call, plan), plan)
 
-    def draw(self, call: Call, targets: Targets, shards: list[int]):
-        """One all-gather of what each shard draws."""
-        for name, _ in call.given("top_k", "top_k_value", "top_p", "top_p_value", "min_p"):
+    def placements(self, call: Call, targets: Targets) -> dict[str, Targets]:
+        weight = call["weight"]
+        for index, placement in enumerate(weight.placements):
+            if placement not in (Shard(0), Replicate()):
+                call.refuse_placement("weight", index, "Replicate() or Shard(0)")
+        filters = ("top_k", "top_k_value", "top_p", "top_p_value", "min_p", "min_p_value")
+        for name, _ in call.given(*filters if Shard(0) in weight.placements else ()):
             call.refuse(
                 f"`{name.removesuffix('_value')}` needs logits that one rank has; redistribute "
                 "`weight` to Replicate(), or draw without filters"
             )
-        weight, mesh = call["weight"], call["weight"].device_mesh
-        of_vocabulary = [p if p == Shard(0) else Replicate() for p in weight.placements]
-        wanted = self.placements(call, targets) | {"weight": of_vocabulary}
-        for name, t in call.given("weight_scale", "bias"):
-            if t.shape[0] == weight.shape[0]:
-                wanted[name] = of_vocabulary
-        moved = {name: _move(call[name], to) for name, to in wanted.items()}
-        local = call.arguments | {name: t.to_local() for name, t in moved.items()}
-        self.localise(call, targets, local)
-        names = [argument.name for argument in _lm_head_sample_shard._schema.arguments]
-        local["vocab_offset"] += _start(weight, of_vocabulary, 0)
-        local["return_log_sum_exp"] = call["return_logprobs"]
+        # With the vocabulary go a scale and a bias for each token.
+        sharded = [n for n, t in call.given(*self.vectors) if t.shape[0] == weight.shape[0]]
+        wanted = super().placements(call, targets)
+        return wanted | {name: list(weight.placements) for name in sharded}
+
+    def start(self, call: Call, targets: Targets) -> int:
+        return _start(call["weight"], call["weight"].placements, 0)
+
+    def draw(self, call: Call, plan: Plan) -> tuple[torch.Tensor, ...]:
+        """By one all-gather of what each shard draws."""
+        local = call.arguments.copy()
+        for name, to, _ in plan.inputs:
+            local[name] = _move(local[name], to).to_local()
+        self.localise(call, plan, local)
+        logprobs = local["return_log_sum_exp"] = call["return_logprobs"]
+        local["vocab_offset"] += plan.start
         if len(local["weight"]) > 0:
-            shard = _lm_head_sample_shard(*(local[name] for name in names))
+            shard = _lm_head_sample_shard(*(local[n] for n in _names(_lm_head_sample_shard)))
         else:
             shard = _no_shard(local)
         columns = [t[:, None] if t.dim() == 1 else t for t in shard if t.shape != (0,)]
         packed = torch.cat([t.contiguous().view(torch.int32) for t in columns], 1)[None]
-        sharded = DTensor.from_local(packed, mesh, of_vocabulary, run_check=False)
-        gathered = sharded.redistribute(placements=targets).to_local()
+        weight = call["weight"]
+        sharded = DTensor.from_local(packed, weight.device_mesh, weight.placements, run_check=False)
+        gathered = sharded.redistribute(placements=plan.targets).to_local()
         drawn = [self.unpacked(each, columns) for each in gathered]
-        found = combine_shard_samples(drawn, return_logprobs=call["return_logprobs"])
-        if call["return_logprobs"]:
-            return super().wrap(call, (*found, found[1].clone()), targets)
-        return super().wrap(call, (found, *shard[-1:] * 2), targets)
+        found = combine_shard_samples(drawn, return_logprobs=logprobs)
+        if logprobs:
+            return (*found, found[1].clone())
+        return (found, shard[-1], shard[-1])
 
     @staticmethod
     def unpacked(packed: torch.Tensor, columns: list[torch.Tensor]) -> ShardSample:
@@ -362,33 +441,21 @@ class Refused(Rule):
 
 
 def _move(t: DTensor, placements: Targets) -> DTensor:
-    if list(t.placements) == placements:
-        return t
-    return t.redistribute(placements=placements, async_op=True)
+    return t.detach().redistribute(placements=placements, async_op=True)
 
 
-def _from_local(local: torch.Tensor, like: DTensor, placements: Targets, shape) -> DTensor:
+def _from_local(local: torch.Tensor, mesh, placements: Targets, shape: Sequence[int]) -> DTensor:
     """A DTensor of a shape, laid out as the local tensor is."""
-    order = sorted(range(local.dim()), key=local.stride, reverse=True)
-    if local.numel() == 0:
-        order = range(local.dim())
-    strides = [0] * local.dim()
-    for dim, after in zip(order, _suffixes([shape[dim] for dim in order])):
+    strides, after = [0] * local.dim(), 1
+    order = range(local.dim())
+    if not local.is_contiguous():
+        order = sorted(order, key=local.stride, reverse=True)
+    for dim in reversed(order):
         strides[dim] = after
+        after *= max(shape[dim], 1)
     return DTensor.from_local(
-        local,
-        like.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(strides),
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides)
     )
-
-
-def _suffixes(sizes: list[int]) -> list[int]:
-    """For each size the product of those after it."""
-    products = itertools.accumulate(reversed(sizes[1:]), lambda a, b: a * max(b, 1), initial=1)
-    return list(products)[::-1]
 
 
 def _start(t: DTensor, placements: Targets, dim: int) -> int:
