@@ -1,4 +1,6 @@
-#include "ada_norm.h"
+// Bindings of layer_norm and the adaptive norms. The formulas are in norm/ada_norm.h. `layer`: take
+// the mean away.
+#include "binding.h"
 
 #include "norm/ada_norm.h"
 #include "norm/ada_norm_cpu.h"
@@ -239,20 +241,15 @@ Arguments ada_norm_arguments(const char* op, const Tensor& x, const OptionalTens
 
 const char* ada_norm_name(bool layer) { return layer ? "ada_layer_norm" : "ada_rms_norm"; }
 
-}  // namespace
-
-Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                  double eps) {
-  return run_forward(layer_norm_arguments("layer_norm", x, weight, bias), kNone, eps, false).out;
+template <bool kForGradient>
+auto layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                double eps) {
+  const Arguments a = layer_norm_arguments("layer_norm", x, weight, bias);
+  const Results results = run_forward(a, kNone, eps, kForGradient);
+  return returned<kForGradient>(results.out, results.statistics);
 }
 
-std::tuple<Tensor, Tensor> layer_norm_fwd(const Tensor& x, const OptionalTensor& weight,
-                                          const OptionalTensor& bias, double eps) {
-  const Results results =
-      run_forward(layer_norm_arguments("layer_norm", x, weight, bias), kNone, eps, true);
-  return {results.out, *results.statistics};
-}
-
+// (grad_x, grad_weight, grad_bias), each empty where not needed. Of `bias` only the dtype counts.
 std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out, const Tensor& x,
                                                   const OptionalTensor& weight,
                                                   const OptionalTensor& bias,
@@ -264,57 +261,36 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out, const 
   return {grads.x.tensor, grads.weight.tensor, grads.bias.tensor};
 }
 
-std::tuple<Tensor, Tensor> fused_add_layer_norm(const Tensor& x, const Tensor& residual,
-                                                const OptionalTensor& weight,
-                                                const OptionalTensor& bias, double eps) {
+// The gradient is that of gate_residual_ada_norm.
+template <bool kForGradient>
+auto fused_add_layer_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                          const OptionalTensor& bias, double eps) {
   const Arguments a = layer_norm_arguments("fused_add_layer_norm", x, weight, bias);
-  const Results results = run_forward(a, residual, eps, false);
-  return {results.out, *results.new_residual};
+  const Results results = run_forward(a, residual, eps, kForGradient);
+  return returned<kForGradient>(results.out, results.new_residual, results.statistics);
 }
 
-std::tuple<Tensor, Tensor, Tensor> fused_add_layer_norm_fwd(const Tensor& x, const Tensor& residual,
-                                                            const OptionalTensor& weight,
-                                                            const OptionalTensor& bias,
-                                                            double eps) {
-  const Arguments a = layer_norm_arguments("fused_add_layer_norm", x, weight, bias);
-  const Results results = run_forward(a, residual, eps, true);
-  return {results.out, *results.new_residual, *results.statistics};
-}
-
+// Writes out over x, and new_residual over residual.
 void fused_add_layer_norm_(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps) {
   const Arguments a = layer_norm_arguments("fused_add_layer_norm_", x, weight, bias);
   const Checked c = check_forward(a, residual, eps);
-  const int64_t x_stride = check_written_rows(a.op, "x", x, "fused_add_layer_norm");
-  const int64_t residual_stride =
-      check_written_rows(a.op, "residual", residual, "fused_add_layer_norm");
-  FUSELAGE_CHECK(
-      a.op, !overlap(x, x_stride, residual, residual_stride, c.rows, c.dim),
-      "`x` and `residual` are both written and must not share memory; pass a copy of one");
-  for (const auto& [name, vector] : {std::pair{"weight", &c.weight}, std::pair{"bias", &c.bias}}) {
-    check_apart(a.op, "x", x, name, *vector);
-    check_apart(a.op, "residual", residual, name, *vector);
-  }
-  run(a, c, residual, eps, {x, residual, {}}, {x_stride, residual_stride});
+  const auto strides = check_written_sum(a.op, "fused_add_layer_norm", x, residual,
+                                         {{"weight", &c.weight}, {"bias", &c.bias}});
+  run(a, c, residual, eps, {x, residual, {}}, strides);
 }
 
-Tensor ada_norm(const Tensor& x, const OptionalTensor& scale, const OptionalTensor& shift,
-                const OptionalTensor& weight, const OptionalTensor& bias, double eps, bool layer) {
-  const char* op = ada_norm_name(layer);
-  return run_forward(ada_norm_arguments(op, x, scale, shift, weight, bias, layer), kNone, eps,
-                     false)
-      .out;
+template <bool kForGradient>
+auto ada_norm(const Tensor& x, const OptionalTensor& scale, const OptionalTensor& shift,
+              const OptionalTensor& weight, const OptionalTensor& bias, double eps, bool layer) {
+  const Arguments a =
+      ada_norm_arguments(ada_norm_name(layer), x, scale, shift, weight, bias, layer);
+  const Results results = run_forward(a, kNone, eps, kForGradient);
+  return returned<kForGradient>(results.out, results.statistics);
 }
 
-std::tuple<Tensor, Tensor> ada_norm_fwd(const Tensor& x, const OptionalTensor& scale,
-                                        const OptionalTensor& shift, const OptionalTensor& weight,
-                                        const OptionalTensor& bias, double eps, bool layer) {
-  const char* op = ada_norm_name(layer);
-  const Results results =
-      run_forward(ada_norm_arguments(op, x, scale, shift, weight, bias, layer), kNone, eps, true);
-  return {results.out, *results.statistics};
-}
-
+// (grad_x, grad_scale, grad_shift, grad_weight, grad_bias), each empty where not needed. Of `shift`
+// only shape and dtype count, and of `bias` only the dtype unless grad_scale is needed.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ada_norm_bwd(
     const Tensor& grad_out, const Tensor& x, const OptionalTensor& scale,
     const OptionalTensor& shift, const OptionalTensor& weight, const OptionalTensor& bias,
@@ -329,24 +305,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ada_norm_bwd(
           grads.bias.tensor};
 }
 
-std::tuple<Tensor, Tensor> gate_residual_ada_norm(
-    const Tensor& x, const Tensor& residual, const OptionalTensor& gate,
-    const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& weight,
-    const OptionalTensor& bias, double eps, bool layer) {
+template <bool kForGradient>
+auto gate_residual_ada_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& gate,
+                            const OptionalTensor& scale, const OptionalTensor& shift,
+                            const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                            bool layer) {
   const Arguments a{"gate_residual_ada_norm", x, gate, scale, shift, weight, bias, layer};
-  const Results results = run_forward(a, residual, eps, false);
-  return {results.out, *results.new_residual};
+  const Results results = run_forward(a, residual, eps, kForGradient);
+  return returned<kForGradient>(results.out, results.new_residual, results.statistics);
 }
 
-std::tuple<Tensor, Tensor, Tensor> gate_residual_ada_norm_fwd(
-    const Tensor& x, const Tensor& residual, const OptionalTensor& gate,
-    const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& weight,
-    const OptionalTensor& bias, double eps, bool layer) {
-  const Arguments a{"gate_residual_ada_norm", x, gate, scale, shift, weight, bias, layer};
-  const Results results = run_forward(a, residual, eps, true);
-  return {results.out, *results.new_residual, *results.statistics};
-}
-
+// (grad_x, grad_residual, grad_gate, grad_scale, grad_shift, grad_weight, grad_bias), as
+// ada_norm_bwd. `x` may be missing unless grad_gate is needed.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_residual_ada_norm_bwd(
     const Tensor& grad_out, const OptionalTensor& grad_new_residual, const Tensor& new_residual,
     const OptionalTensor& x, const OptionalTensor& gate, const OptionalTensor& scale,
@@ -369,6 +339,50 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_residual
                     needs_grad_shift, needs_grad_weight, needs_grad_bias});
   return {grads.x.tensor,     grads.residual.tensor, grads.gate.tensor, grads.scale.tensor,
           grads.shift.tensor, grads.weight.tensor,   grads.bias.tensor};
+}
+
+}  // namespace
+
+void register_ada_norm_ops(const Ops& ops) {
+  ops.forward("layer_norm", "Tensor x, Tensor? weight, Tensor? bias, float eps", "Tensor out",
+              "Tensor statistics", TORCH_BOX(&layer_norm<false>), TORCH_BOX(&layer_norm<true>));
+  ops.op(
+      "layer_norm_bwd(Tensor grad_out, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, "
+      "bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) -> (Tensor grad_x, Tensor "
+      "grad_weight, Tensor grad_bias)",
+      TORCH_BOX(&layer_norm_bwd));
+  ops.forward("fused_add_layer_norm",
+              "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps",
+              "Tensor out, Tensor new_residual", "Tensor statistics",
+              TORCH_BOX(&fused_add_layer_norm<false>), TORCH_BOX(&fused_add_layer_norm<true>));
+  ops.op(
+      "fused_add_layer_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, Tensor? bias, "
+      "float eps) -> ()",
+      TORCH_BOX(&fused_add_layer_norm_));
+  ops.forward(
+      "ada_norm",
+      "Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps, bool layer",
+      "Tensor out", "Tensor statistics", TORCH_BOX(&ada_norm<false>), TORCH_BOX(&ada_norm<true>));
+  ops.op(
+      "ada_norm_bwd(Tensor grad_out, Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, "
+      "Tensor? bias, Tensor statistics, bool layer, bool needs_grad_x, bool needs_grad_scale, "
+      "bool needs_grad_shift, bool needs_grad_weight, bool needs_grad_bias) -> (Tensor grad_x, "
+      "Tensor grad_scale, Tensor grad_shift, Tensor grad_weight, Tensor grad_bias)",
+      TORCH_BOX(&ada_norm_bwd));
+  ops.forward(
+      "gate_residual_ada_norm",
+      "Tensor x, Tensor residual, Tensor? gate, Tensor? scale, Tensor? shift, Tensor? weight, "
+      "Tensor? bias, float eps, bool layer",
+      "Tensor out, Tensor new_residual", "Tensor statistics",
+      TORCH_BOX(&gate_residual_ada_norm<false>), TORCH_BOX(&gate_residual_ada_norm<true>));
+  ops.op(
+      "gate_residual_ada_norm_bwd(Tensor grad_out, Tensor? grad_new_residual, Tensor "
+      "new_residual, Tensor? x, Tensor? gate, Tensor? scale, Tensor? shift, Tensor? weight, "
+      "Tensor? bias, Tensor statistics, bool layer, bool needs_grad_x, bool needs_grad_residual, "
+      "bool needs_grad_gate, bool needs_grad_scale, bool needs_grad_shift, bool "
+      "needs_grad_weight, bool needs_grad_bias) -> (Tensor grad_x, Tensor grad_residual, Tensor "
+      "grad_gate, Tensor grad_scale, Tensor grad_shift, Tensor grad_weight, Tensor grad_bias)",
+      TORCH_BOX(&gate_residual_ada_norm_bwd));
 }
 
 }  // namespace fuselage::binding

@@ -4,5 +4,6 @@
 
 #include "checks.h"
 #include "launch.h"
+#include "ops.h"
 #include "outputs.h"
 #include "rows.h"

@@ -1,4 +1,6 @@
-#include "gate.h"
+// Bindings of the gate family. The formulas are in gate/activation.h. Activations are numbers of
+// the enum there.
+#include "binding.h"
 
 #include "gate/activation.h"
 #include "gate/activation_cpu.h"
@@ -264,17 +266,11 @@ void add_act_inplace(const Sum& a, const char* functional_op) {
   run(a, p, a.x);
 }
 
-}  // namespace
-
 Tensor activation(const Tensor& x, int64_t activation) {
   return add_act({activation_name(activation), x, std::nullopt, std::nullopt, 0, activation});
 }
 
-Tensor activation_bwd(const Tensor& grad_out, const Tensor& x, int64_t activation) {
-  return std::get<0>(
-      add_mul_act_bwd(grad_out, x, std::nullopt, std::nullopt, 0, activation, true, false, false));
-}
-
+// act(gate) * value of the halves of x [..., 2 * dim], the gate first or last.
 Tensor act_and_mul(const Tensor& x, int64_t activation, bool gate_first) {
   const char* op = check_gate("act_and_mul", act_and_mul_name(activation, gate_first));
   return packed_forward(op, x, act_and_mul_formula(activation, gate_first));
@@ -286,6 +282,7 @@ Tensor act_and_mul_bwd(const Tensor& grad_out, const Tensor& x, int64_t activati
   return packed_backward(op, grad_out, x, act_and_mul_formula(activation, gate_first));
 }
 
+// The clamped gate of x [..., 2 * dim]: halves, the gate first, or gate and value in turn.
 Tensor swiglu_clamped(const Tensor& x, double alpha, double limit, bool interleaved) {
   const char* op = "swiglu_clamped";
   return packed_forward(op, x, clamped_formula(op, alpha, limit, interleaved));
@@ -315,6 +312,7 @@ Tensor glu(const Tensor& gate, const Tensor& up, int64_t activation) {
   return out;
 }
 
+// (grad_gate, grad_up), either of them empty where not needed.
 std::tuple<Tensor, Tensor> glu_bwd(const Tensor& grad_out, const Tensor& gate, const Tensor& up,
                                    int64_t activation, bool needs_grad_gate, bool needs_grad_up) {
   const char* op = check_gate("glu_bwd", glu_name(activation));
@@ -358,6 +356,8 @@ void add_mul_act_(const Tensor& x, const OptionalTensor& bias, const Tensor& y, 
   add_act_inplace({"add_mul_act_", x, bias, y, alpha, activation}, "add_mul_act");
 }
 
+// The gradient of both: (grad_x, grad_bias, grad_y), any of them empty where not needed. Without an
+// activation x and y are not read and may be left out.
 std::tuple<Tensor, Tensor, Tensor> add_mul_act_bwd(const Tensor& grad_out, const OptionalTensor& x,
                                                    const OptionalTensor& bias,
                                                    const OptionalTensor& y, double alpha,
@@ -399,6 +399,46 @@ std::tuple<Tensor, Tensor, Tensor> add_mul_act_bwd(const Tensor& grad_out, const
   p.grad_y = grad_y.data();
   run(op, p, grad_out);
   return results;
+}
+
+Tensor activation_bwd(const Tensor& grad_out, const Tensor& x, int64_t activation) {
+  return std::get<0>(
+      add_mul_act_bwd(grad_out, x, std::nullopt, std::nullopt, 0, activation, true, false, false));
+}
+
+}  // namespace
+
+void register_gate_ops(const Ops& ops) {
+  ops.with_fwd("activation(Tensor x, int activation) -> Tensor", TORCH_BOX(&activation));
+  ops.op("activation_bwd(Tensor grad_out, Tensor x, int activation) -> Tensor",
+         TORCH_BOX(&activation_bwd));
+  ops.with_fwd("act_and_mul(Tensor x, int activation, bool gate_first) -> Tensor",
+               TORCH_BOX(&act_and_mul));
+  ops.op("act_and_mul_bwd(Tensor grad_out, Tensor x, int activation, bool gate_first) -> Tensor",
+         TORCH_BOX(&act_and_mul_bwd));
+  ops.with_fwd("swiglu_clamped(Tensor x, float alpha, float limit, bool interleaved) -> Tensor",
+               TORCH_BOX(&swiglu_clamped));
+  ops.op(
+      "swiglu_clamped_bwd(Tensor grad_out, Tensor x, float alpha, float limit, bool interleaved) "
+      "-> Tensor",
+      TORCH_BOX(&swiglu_clamped_bwd));
+  ops.with_fwd("glu(Tensor gate, Tensor up, int activation) -> Tensor", TORCH_BOX(&glu));
+  ops.op(
+      "glu_bwd(Tensor grad_out, Tensor gate, Tensor up, int activation, bool needs_grad_gate, "
+      "bool needs_grad_up) -> (Tensor grad_gate, Tensor grad_up)",
+      TORCH_BOX(&glu_bwd));
+  ops.with_fwd("bias_act(Tensor x, Tensor? bias, int activation) -> Tensor", TORCH_BOX(&bias_act));
+  ops.op("bias_act_(Tensor(a!) x, Tensor? bias, int activation) -> ()", TORCH_BOX(&bias_act_));
+  ops.with_fwd(
+      "add_mul_act(Tensor x, Tensor? bias, Tensor y, float alpha, int activation) -> Tensor",
+      TORCH_BOX(&add_mul_act));
+  ops.op("add_mul_act_(Tensor(a!) x, Tensor? bias, Tensor y, float alpha, int activation) -> ()",
+         TORCH_BOX(&add_mul_act_));
+  ops.op(
+      "add_mul_act_bwd(Tensor grad_out, Tensor? x, Tensor? bias, Tensor? y, float alpha, int "
+      "activation, bool needs_grad_x, bool needs_grad_bias, bool needs_grad_y) -> (Tensor grad_x, "
+      "Tensor grad_bias, Tensor grad_y)",
+      TORCH_BOX(&add_mul_act_bwd));
 }
 
 }  // namespace fuselage::binding

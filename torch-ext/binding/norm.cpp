@@ -1,4 +1,5 @@
-#include "norm.h"
+// Bindings of the norm family. The formulas are in norm/rms_norm.h.
+#include "binding.h"
 
 #include "norm/rms_norm.h"
 #include "norm/rms_norm_cpu.h"
@@ -78,60 +79,37 @@ Results run_forward(const Arguments& a, bool for_gradient) {
   return results;
 }
 
-}  // namespace
-
-Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, double weight_offset,
-                bool cast_before_weight, std::optional<ScalarType> out_dtype) {
+template <bool kForGradient>
+auto rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, double weight_offset,
+              bool cast_before_weight, std::optional<ScalarType> out_dtype) {
   const Arguments a{"rms_norm",         x,        std::nullopt, weight, eps, weight_offset,
                     cast_before_weight, out_dtype};
-  return run_forward(a, false).out;
+  const Results results = run_forward(a, kForGradient);
+  return returned<kForGradient>(results.out, results.rstd);
 }
 
-std::tuple<Tensor, Tensor> rms_norm_fwd(const Tensor& x, const OptionalTensor& weight, double eps,
-                                        double weight_offset, bool cast_before_weight,
-                                        std::optional<ScalarType> out_dtype) {
-  const Arguments a{"rms_norm",         x,        std::nullopt, weight, eps, weight_offset,
-                    cast_before_weight, out_dtype};
-  const Results results = run_forward(a, true);
-  return {results.out, *results.rstd};
-}
-
-std::tuple<Tensor, Tensor> fused_add_rms_norm(const Tensor& x, const Tensor& residual,
-                                              const OptionalTensor& weight, double eps,
-                                              double weight_offset, bool cast_before_weight,
-                                              std::optional<ScalarType> out_dtype) {
+template <bool kForGradient>
+auto fused_add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                        double eps, double weight_offset, bool cast_before_weight,
+                        std::optional<ScalarType> out_dtype) {
   const Arguments a{"fused_add_rms_norm", x,        residual, weight, eps, weight_offset,
                     cast_before_weight,   out_dtype};
-  const Results results = run_forward(a, false);
-  return {results.out, *results.new_residual};
+  const Results results = run_forward(a, kForGradient);
+  return returned<kForGradient>(results.out, results.new_residual, results.rstd);
 }
 
-std::tuple<Tensor, Tensor, Tensor> fused_add_rms_norm_fwd(const Tensor& x, const Tensor& residual,
-                                                          const OptionalTensor& weight, double eps,
-                                                          double weight_offset,
-                                                          bool cast_before_weight,
-                                                          std::optional<ScalarType> out_dtype) {
-  const Arguments a{"fused_add_rms_norm", x,        residual, weight, eps, weight_offset,
-                    cast_before_weight,   out_dtype};
-  const Results results = run_forward(a, true);
-  return {results.out, *results.new_residual, *results.rstd};
-}
-
+// out goes to x, new_residual to residual.
 void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                          double eps, double weight_offset, bool cast_before_weight) {
   const Arguments a{"fused_add_rms_norm_", x,           residual, weight, eps, weight_offset,
                     cast_before_weight,    std::nullopt};
   auto [p, checked_weight] = check(a);
-  p.out_stride = check_written_rows(a.op, "x", x, "fused_add_rms_norm");
-  p.new_residual_stride = check_written_rows(a.op, "residual", residual, "fused_add_rms_norm");
-  FUSELAGE_CHECK(
-      a.op, !overlap(x, p.out_stride, residual, p.new_residual_stride, p.rows, p.dim),
-      "`x` and `residual` are both written and must not share memory; pass a copy of one");
-  check_apart(a.op, "x", x, "weight", checked_weight);
-  check_apart(a.op, "residual", residual, "weight", checked_weight);
+  std::tie(p.out_stride, p.new_residual_stride) =
+      check_written_sum(a.op, "fused_add_rms_norm", x, residual, {{"weight", &checked_weight}});
   run(a, p, {x, residual, std::nullopt});
 }
 
+// The gradient of both forwards: (grad_x, grad_weight), either of them empty where not needed.
 std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad_out,
                                         const OptionalTensor& grad_new_residual, const Tensor& x,
                                         const OptionalTensor& weight, const Tensor& rstd,
@@ -185,6 +163,29 @@ std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad_out,
         return gpu::rms_norm_backward(p, device, stream);
       });
   return {grad_x.tensor, grad_weight.tensor};
+}
+
+}  // namespace
+
+void register_norm_ops(const Ops& ops) {
+  ops.forward("rms_norm",
+              "Tensor x, Tensor? weight, float eps, float weight_offset, bool cast_before_weight, "
+              "ScalarType? out_dtype",
+              "Tensor out", "Tensor rstd", TORCH_BOX(&rms_norm<false>), TORCH_BOX(&rms_norm<true>));
+  ops.op(
+      "rms_norm_bwd(Tensor grad_out, Tensor? grad_new_residual, Tensor x, Tensor? weight, Tensor "
+      "rstd, float weight_offset, bool needs_grad_x, bool needs_grad_weight) -> (Tensor grad_x, "
+      "Tensor grad_weight)",
+      TORCH_BOX(&rms_norm_bwd));
+  ops.forward("fused_add_rms_norm",
+              "Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, bool "
+              "cast_before_weight, ScalarType? out_dtype",
+              "Tensor out, Tensor new_residual", "Tensor rstd",
+              TORCH_BOX(&fused_add_rms_norm<false>), TORCH_BOX(&fused_add_rms_norm<true>));
+  ops.op(
+      "fused_add_rms_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, float eps, float "
+      "weight_offset, bool cast_before_weight) -> ()",
+      TORCH_BOX(&fused_add_rms_norm_));
 }
 
 }  // namespace fuselage::binding

@@ -101,4 +101,21 @@ inline float* scratch(OptionalTensor& memory, int64_t values, const Tensor& like
   return static_cast<float*>(memory->mutable_data_ptr());
 }
 
+// What a forward returns: with kForGradient also what it has `kept` for the backward.
+template <bool kForGradient>
+auto returned(const Tensor& out, const OptionalTensor& kept) {
+  if constexpr (kForGradient)
+    return std::tuple(out, *kept);
+  else
+    return out;
+}
+
+template <bool kForGradient>
+auto returned(const Tensor& out, const OptionalTensor& new_residual, const OptionalTensor& kept) {
+  if constexpr (kForGradient)
+    return std::tuple(out, *new_residual, *kept);
+  else
+    return std::tuple(out, *new_residual);
+}
+
 }  // namespace fuselage::binding

@@ -1,4 +1,6 @@
-#include "poly_norm.h"
+// Bindings of poly_norm, fused_mul_poly_norm and grouped_poly_norm. The formulas are in
+// norm/poly_norm.h.
+#include "binding.h"
 
 #include <limits>
 
@@ -131,11 +133,6 @@ Results run_forward(const Arguments& a, double eps, bool for_gradient) {
   return results;
 }
 
-std::tuple<Tensor, Tensor> run_forward_for_gradient(const Arguments& a, double eps) {
-  const Results results = run_forward(a, eps, true);
-  return {results.out, *results.rstd};
-}
-
 struct Needs {
   bool x, mul, weight, bias;
 };
@@ -214,28 +211,24 @@ Arguments grouped_arguments(const char* op, const Tensor& x, const OptionalTenso
   return {op, x, mul, !mul.has_value(), mul_first, weight, bias, &offs, hidden_clamp};
 }
 
-}  // namespace
-
-Tensor poly_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps) {
-  return run_forward(poly_norm_arguments(x, weight, bias), eps, false).out;
+template <bool kForGradient>
+auto poly_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps) {
+  const Results results = run_forward(poly_norm_arguments(x, weight, bias), eps, kForGradient);
+  return returned<kForGradient>(results.out, results.rstd);
 }
 
-std::tuple<Tensor, Tensor> poly_norm_fwd(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                                         double eps) {
-  return run_forward_for_gradient(poly_norm_arguments(x, weight, bias), eps);
+// Without mul, x is packed: [..., 2 * dim], x in the first half and mul in the second, or the other
+// way round with mul_first.
+template <bool kForGradient>
+auto fused_mul_poly_norm(const Tensor& x, const OptionalTensor& mul, const Tensor& weight,
+                         const Tensor& bias, double eps, bool mul_first) {
+  const Arguments a = fused_mul_arguments(x, mul, weight, bias, mul_first);
+  const Results results = run_forward(a, eps, kForGradient);
+  return returned<kForGradient>(results.out, results.rstd);
 }
 
-Tensor fused_mul_poly_norm(const Tensor& x, const OptionalTensor& mul, const Tensor& weight,
-                           const Tensor& bias, double eps, bool mul_first) {
-  return run_forward(fused_mul_arguments(x, mul, weight, bias, mul_first), eps, false).out;
-}
-
-std::tuple<Tensor, Tensor> fused_mul_poly_norm_fwd(const Tensor& x, const OptionalTensor& mul,
-                                                   const Tensor& weight, const Tensor& bias,
-                                                   double eps, bool mul_first) {
-  return run_forward_for_gradient(fused_mul_arguments(x, mul, weight, bias, mul_first), eps);
-}
-
+// The gradient of both: (grad_x, grad_mul, grad_weight, grad_bias), each empty where not needed.
+// That of a packed x is packed.
 std::tuple<Tensor, Tensor, Tensor, Tensor> poly_norm_bwd(
     const Tensor& grad_out, const Tensor& x, const OptionalTensor& mul, bool packed, bool mul_first,
     const Tensor& weight, const Tensor& bias, const Tensor& rstd, bool needs_grad_x,
@@ -247,22 +240,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> poly_norm_bwd(
                       {needs_grad_x, needs_grad_mul, needs_grad_weight, needs_grad_bias});
 }
 
-Tensor grouped_poly_norm(const Tensor& x, const OptionalTensor& mul, const Tensor& weight,
-                         const Tensor& bias, const Tensor& offs, double eps, bool mul_first,
-                         std::optional<double> hidden_clamp) {
-  return run_forward(grouped_arguments("grouped_poly_norm", x, mul, weight, bias, offs, mul_first,
-                                       hidden_clamp),
-                     eps, false)
-      .out;
-}
-
-std::tuple<Tensor, Tensor> grouped_poly_norm_fwd(const Tensor& x, const OptionalTensor& mul,
-                                                 const Tensor& weight, const Tensor& bias,
-                                                 const Tensor& offs, double eps, bool mul_first,
-                                                 std::optional<double> hidden_clamp) {
-  return run_forward_for_gradient(
-      grouped_arguments("grouped_poly_norm", x, mul, weight, bias, offs, mul_first, hidden_clamp),
-      eps);
+// As fused_mul_poly_norm, with the weight and the bias of each row's expert.
+template <bool kForGradient>
+auto grouped_poly_norm(const Tensor& x, const OptionalTensor& mul, const Tensor& weight,
+                       const Tensor& bias, const Tensor& offs, double eps, bool mul_first,
+                       std::optional<double> hidden_clamp) {
+  const char* op = "grouped_poly_norm";
+  const Arguments a = grouped_arguments(op, x, mul, weight, bias, offs, mul_first, hidden_clamp);
+  const Results results = run_forward(a, eps, kForGradient);
+  return returned<kForGradient>(results.out, results.rstd);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> grouped_poly_norm_bwd(
@@ -274,6 +260,35 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> grouped_poly_norm_bwd(
                                         mul_first, hidden_clamp),
                       grad_out, rstd,
                       {needs_grad_x, needs_grad_mul, needs_grad_weight, needs_grad_bias});
+}
+
+}  // namespace
+
+void register_poly_norm_ops(const Ops& ops) {
+  ops.forward("poly_norm", "Tensor x, Tensor weight, Tensor bias, float eps", "Tensor out",
+              "Tensor rstd", TORCH_BOX(&poly_norm<false>), TORCH_BOX(&poly_norm<true>));
+  ops.forward("fused_mul_poly_norm",
+              "Tensor x, Tensor? mul, Tensor weight, Tensor bias, float eps, bool mul_first",
+              "Tensor out", "Tensor rstd", TORCH_BOX(&fused_mul_poly_norm<false>),
+              TORCH_BOX(&fused_mul_poly_norm<true>));
+  ops.forward(
+      "grouped_poly_norm",
+      "Tensor x, Tensor? mul, Tensor weight, Tensor bias, Tensor offs, float eps, bool mul_first, "
+      "float? hidden_clamp",
+      "Tensor out", "Tensor rstd", TORCH_BOX(&grouped_poly_norm<false>),
+      TORCH_BOX(&grouped_poly_norm<true>));
+  ops.op(
+      "grouped_poly_norm_bwd(Tensor grad_out, Tensor x, Tensor? mul, bool mul_first, Tensor "
+      "weight, Tensor bias, Tensor offs, Tensor rstd, float? hidden_clamp, bool needs_grad_x, "
+      "bool needs_grad_mul, bool needs_grad_weight, bool needs_grad_bias) -> (Tensor grad_x, "
+      "Tensor grad_mul, Tensor grad_weight, Tensor grad_bias)",
+      TORCH_BOX(&grouped_poly_norm_bwd));
+  ops.op(
+      "poly_norm_bwd(Tensor grad_out, Tensor x, Tensor? mul, bool packed, bool mul_first, Tensor "
+      "weight, Tensor bias, Tensor rstd, bool needs_grad_x, bool needs_grad_mul, bool "
+      "needs_grad_weight, bool needs_grad_bias) -> (Tensor grad_x, Tensor grad_mul, Tensor "
+      "grad_weight, Tensor grad_bias)",
+      TORCH_BOX(&poly_norm_bwd));
 }
 
 }  // namespace fuselage::binding

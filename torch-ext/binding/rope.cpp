@@ -1,4 +1,5 @@
-#include "rope.h"
+// Bindings of the rope family. The formulas are in rope/rotary.h.
+#include "binding.h"
 
 #include "rope/rotary.h"
 #include "rope/rotary_cpu.h"
@@ -375,8 +376,9 @@ void check_norm_dim(const char* op, const Tensor& q, const RotaryShape& shape) {
 #endif
 }
 
-}  // namespace
-
+// q and k: [batch, tokens, dim], or four dimensions of which `heads_dim` (1 or 2) counts heads.
+// Without k the second result is empty. Positions are those of position_ids, or count from offsets
+// + offset, or where neither is given are the rows of cos and sin themselves.
 std::tuple<Tensor, Tensor> apply_rotary(const Tensor& q, const OptionalTensor& k, const Tensor& cos,
                                         const Tensor& sin, const OptionalTensor& position_ids,
                                         const OptionalTensor& offsets,
@@ -472,6 +474,7 @@ std::tuple<Tensor, Tensor> qk_norm_rotary(
   return {q_out, k_out};
 }
 
+// (grad_q, grad_k, grad_q_weight, grad_k_weight), any of them empty where not needed.
 std::tuple<Tensor, Tensor, Tensor, Tensor> qk_norm_rotary_bwd(
     const Tensor& grad_q_out, const OptionalTensor& grad_k_out, const Tensor& q,
     const OptionalTensor& k, const OptionalTensor& q_weight, const OptionalTensor& k_weight,
@@ -558,6 +561,39 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> qk_norm_rotary_bwd(
         return gpu::qk_norm_rotary_backward(p, device, stream);
       });
   return results;
+}
+
+}  // namespace
+
+void register_rope_ops(const Ops& ops) {
+  ops.with_fwd(
+      "apply_rotary(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? position_ids, Tensor? "
+      "offsets, int? offset, bool interleaved, int heads_dim, int? rotary_dim) -> (Tensor q_out, "
+      "Tensor k_out)",
+      TORCH_BOX(&apply_rotary));
+  ops.op(
+      "apply_rotary_bwd(Tensor grad_q, Tensor? grad_k, Tensor cos, Tensor sin, Tensor? "
+      "position_ids, Tensor? offsets, int? offset, bool interleaved, int heads_dim, int? "
+      "rotary_dim) -> (Tensor grad_q_in, Tensor grad_k_in)",
+      TORCH_BOX(&apply_rotary_bwd));
+  ops.op(
+      "apply_rotary_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? position_ids, "
+      "Tensor? offsets, int? offset, bool interleaved, int heads_dim, int? rotary_dim) -> ()",
+      TORCH_BOX(&apply_rotary_));
+  ops.with_fwd(
+      "qk_norm_rotary(Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor "
+      "sin, Tensor? position_ids, Tensor? offsets, int? offset, float eps, float weight_offset, "
+      "bool cast_before_weight, bool interleaved, int heads_dim, int? rotary_dim) -> (Tensor "
+      "q_out, Tensor k_out)",
+      TORCH_BOX(&qk_norm_rotary));
+  ops.op(
+      "qk_norm_rotary_bwd(Tensor grad_q_out, Tensor? grad_k_out, Tensor q, Tensor? k, Tensor? "
+      "q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor? position_ids, Tensor? offsets, "
+      "int? offset, float eps, float weight_offset, bool interleaved, int heads_dim, int? "
+      "rotary_dim, bool needs_grad_q, bool needs_grad_k, bool needs_grad_q_weight, bool "
+      "needs_grad_k_weight) -> (Tensor grad_q, Tensor grad_k, Tensor grad_q_weight, Tensor "
+      "grad_k_weight)",
+      TORCH_BOX(&qk_norm_rotary_bwd));
 }
 
 }  // namespace fuselage::binding

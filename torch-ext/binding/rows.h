@@ -138,4 +138,20 @@ inline void check_apart(const char* op, const char* written_name, const Tensor& 
                  "` is written in place and must not share memory with `", name, "`; pass a copy");
 }
 
+// Strides of x and residual, [rows, dim], which are both written in place; `read` are vectors.
+inline std::pair<int64_t, int64_t> check_written_sum(
+    const char* op, const char* functional_op, const Tensor& x, const Tensor& residual,
+    std::initializer_list<std::pair<const char*, const OptionalTensor*>> read) {
+  const int64_t x_stride = check_written_rows(op, "x", x, functional_op);
+  const int64_t residual_stride = check_written_rows(op, "residual", residual, functional_op);
+  FUSELAGE_CHECK(
+      op, !overlap(x, x_stride, residual, residual_stride, rows_in(x), columns_in(x)),
+      "`x` and `residual` are both written and must not share memory; pass a copy of one");
+  for (const auto& [name, vector] : read) {
+    check_apart(op, "x", x, name, *vector);
+    check_apart(op, "residual", residual, name, *vector);
+  }
+  return {x_stride, residual_stride};
+}
+
 }  // namespace fuselage::binding

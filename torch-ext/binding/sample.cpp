@@ -1,4 +1,5 @@
-#include "sample.h"
+// Bindings of the sampling family. The formulas are in sample/sample.h.
+#include "binding.h"
 
 #include "sample/sample.h"
 #include "sample/sample_cpu.h"
@@ -335,8 +336,8 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
   run(op, p, hidden);
 }
 
-}  // namespace
-
+// (tokens, logprobs, filtered_logprobs), the latter two empty unless asked for. `offset`, unless it
+// is none, grows by one.
 std::tuple<Tensor, Tensor, Tensor> gumbel_sample(
     const Tensor& logits, const OptionalTensor& bias, const OptionalTensor& bitmask,
     const Tensor& seed, const OptionalTensor& offset, const OptionalTensor& temperature,
@@ -424,6 +425,7 @@ std::tuple<Tensor, Tensor, Tensor> lm_head_sample(
   return {results.tokens, results.logprobs, results.filtered_logprobs};
 }
 
+// (scores, tokens, tempered logits of the tokens, log_sum_exp), the latter empty unless asked for.
 std::tuple<Tensor, Tensor, Tensor, Tensor> lm_head_sample_shard(
     const Tensor& hidden, const Tensor& weight, const OptionalTensor& weight_scale,
     const OptionalTensor& bias, std::optional<double> logit_softcap, const Tensor& seed,
@@ -452,6 +454,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> lm_head_sample_shard(
     draw_from_head(op, head.params, draws, Filters{}, pointers, hidden);
   }
   return {scores, results.tokens, logits, log_sum_exp};
+}
+
+}  // namespace
+
+void register_sample_ops(const Ops& ops) {
+  ops.op(
+      "gumbel_sample(Tensor logits, Tensor? bias, Tensor? bitmask, Tensor seed, Tensor(a!)? "
+      "offset, Tensor? temperature, float temperature_value, Tensor? top_k, int? top_k_value, "
+      "Tensor? top_p, float? top_p_value, Tensor? min_p, float? min_p_value, int num_samples, int "
+      "vocab_offset, bool return_logprobs) -> (Tensor tokens, Tensor logprobs, Tensor "
+      "filtered_logprobs)",
+      TORCH_BOX(&gumbel_sample));
+  ops.op(
+      "lm_head_sample(Tensor hidden, Tensor weight, Tensor? weight_scale, Tensor? bias, float? "
+      "logit_softcap, Tensor seed, Tensor(a!)? offset, Tensor? temperature, float "
+      "temperature_value, Tensor? top_k, int? top_k_value, Tensor? top_p, float? top_p_value, "
+      "Tensor? min_p, float? min_p_value, int num_samples, int vocab_offset, bool "
+      "return_logprobs) -> (Tensor tokens, Tensor logprobs, Tensor filtered_logprobs)",
+      TORCH_BOX(&lm_head_sample));
+  ops.op(
+      "lm_head_sample_shard(Tensor hidden, Tensor weight, Tensor? weight_scale, Tensor? bias, "
+      "float? logit_softcap, Tensor seed, Tensor(a!)? offset, Tensor? temperature, float "
+      "temperature_value, int num_samples, int vocab_offset, bool return_log_sum_exp) -> (Tensor "
+      "scores, Tensor tokens, Tensor logits, Tensor log_sum_exp)",
+      TORCH_BOX(&lm_head_sample_shard));
 }
 
 }  // namespace fuselage::binding

@@ -448,7 +448,7 @@ def _from_local(local: torch.Tensor, mesh, placements: Targets, shape: Sequence[
     """A DTensor of a shape, laid out as the local tensor is."""
     strides, after = [0] * local.dim(), 1
     order = range(local.dim())
-    if not local.is_contiguous():
+    if not local.is_contiguous() or local.numel() == 0:  # then it is contiguous in any order
         order = sorted(order, key=local.stride, reverse=True)
     for dim in reversed(order):
         strides[dim] = after
