@@ -567,12 +567,42 @@ assert "torch.distributed.tensor.parallel" not in sys.modules
 """
 
 
-def test_a_process_without_dtensors_loads_no_rules():
+# Where the first DTensor comes in a traced program, of sizes known only when it runs.
+COMPILES = """
+import torch
+from kernels import get_kernel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+fuselage = get_kernel("fuselage-kernels/fuselage", version=1, backend="cpu")
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+weight = distribute_tensor(torch.randn(16), mesh, [Replicate()]).requires_grad_()
+graph = torch.compile(fuselage.rms_norm, fullgraph=True, dynamic=True, backend="aot_eager")
+for batch in (2, 3, 5):
+    x = distribute_tensor(torch.randn(batch, 4, 16), mesh, [Shard(1)])
+    out = graph(x, weight)
+    assert out.placements == (Shard(1),)
+    assert out.full_tensor().equal(fuselage.rms_norm(x.full_tensor(), weight.full_tensor()))
+    out.sum().backward()
+    assert weight.grad.placements == (Partial(),)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("program", [LOADS, COMPILES], ids=["no_dtensors", "compiled_first"])
+def test_a_fresh_process(program):
+    """Without DTensors it loads no rules."""
+    environment = {
+        "LOCAL_KERNELS": f"fuselage-kernels/fuselage={REPO_DIR}",
+        "HF_HUB_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     result = subprocess.run(
-        [sys.executable, "-c", LOADS],
+        [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=120,
-        env={"LOCAL_KERNELS": f"fuselage-kernels/fuselage={REPO_DIR}", "HF_HUB_OFFLINE": "1"},
+        env=environment,
     )
     assert result.returncode == 0, result.stderr
