@@ -15,12 +15,7 @@ from harness import assert_same_bits
 from ranks import Rank
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import (
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import SequenceParallel, loss_parallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 # The largest of a few dozen rounding errors, over that of a few dozen others. It reaches 2.
@@ -171,9 +166,326 @@ def check_wrong_inputs(rank: Rank) -> None:
             module(*args)
     module = parallelize_module(torch.nn.Bilinear(2, 2, 2, bias=False), mesh, style())
     module.forward = lambda x, residual: x
-    with pytest.raises(RuntimeError, match="Bilinear.* must return two DTensors.* DTensor$"):
+    with pytest.raises(RuntimeError, match=r"Bilinear.* must return two DTensors.* DTensor$"):
         module(x, x)
 
 
 def test_wrong_inputs_name_the_module(ranks):
     ranks.run(check_wrong_inputs)
+
+
+# Models
+
+VOCABULARY = 66  # 4 ranks: 17, 17, 17, 15
+TOKENS = 9  # 4 ranks: 3, 3, 3 and none
+CONFIG = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+
+
+def llama(rank: Rank, dtype: torch.dtype = torch.float32, seed: int = 0, **options):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**CONFIG, **options}))
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, 1.0, 0.3)
+    return model.to(rank.device, dtype)
+
+
+def batch(rank: Rank) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(1, VOCABULARY, (2, TOKENS), generator=generator)
+    labels = ids.clone()
+    labels[:, 2] = -100
+    return {name: t.to(rank.device) for name, t in (("input_ids", ids), ("labels", labels))}
+
+
+def trained(model, inputs: dict) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """Logits, the loss and all gradients of a step."""
+    parallel = isinstance(model.lm_head.weight, DTensor)
+    with loss_parallel() if parallel else torch.enable_grad():
+        out = model(**inputs)
+        out.loss.backward()
+    grads = {name: whole(p.grad) for name, p in model.named_parameters()}
+    return whole(out.logits).detach(), whole(out.loss).detach(), grads
+
+
+def check_step(actual: tuple, single: tuple, exact: tuple) -> None:
+    for what, *values in zip(("logits", "loss"), actual, single, exact):
+        assert_as_good(*values, what)
+    assert actual[2].keys() == exact[2].keys()
+    for name, grad in actual[2].items():
+        assert_as_good(grad, single[2][name], exact[2][name], name)
+
+
+def parallelized(rank: Rank, model, when: str, mesh):
+    """The model, patched before or after it is parallelized, or never."""
+    patch = rank.fuselage.integrations.transformers.patch
+    if when == "before":
+        patch(model)
+    assert rank.fuselage.distributed.parallelize_llama(model, mesh) is model
+    if when == "after":
+        patch(model)
+    return model
+
+
+PLACED = {
+    "input_layernorm": Replicate(),
+    "self_attn.q_proj": Shard(0),
+    "self_attn.o_proj": Shard(1),
+    "mlp.up_proj": Shard(0),
+    "mlp.down_proj": Shard(1),
+}
+
+
+def check_llama(rank: Rank, when: str, dtype: torch.dtype, options: dict) -> None:
+    inputs = batch(rank)
+    plain = llama(rank, dtype, **options)
+    single = trained(plain, inputs)
+    plain.zero_grad()
+    exact = trained(plain.double(), inputs)
+    model = parallelized(rank, llama(rank, dtype, rank.index, **options), when, rank.mesh())
+    layer = model.model.layers[0]
+    fused = [0] if when == "never" else watch(layer)
+    check_step(trained(model, inputs), single, exact)
+    assert fused[0] == (when != "never")
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    assert tied == model.config.tie_word_embeddings
+    for name, placement in PLACED.items():
+        for key, parameter in layer.get_submodule(name).named_parameters():
+            wanted = Replicate() if key == "bias" and placement == Shard(1) else placement
+            assert parameter.placements == (wanted,), name
+
+
+def watch(layer) -> list[int]:
+    """Counts the calls of a layer's second norm with a residual."""
+    norm, count = layer.post_attention_layernorm, [0]
+    forward = norm.forward
+
+    def counted(self, x, residual=None):
+        count[0] += residual is not None
+        return forward(x) if residual is None else forward(x, residual)
+
+    counted.fuselage_replacement = forward.__func__.fuselage_replacement
+    norm.forward = counted.__get__(norm)
+    return count
+
+
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
+@pytest.mark.parametrize("when", ["never", "before", "after"])
+def test_llama_is_what_one_process_has(ranks, when):
+    kv_heads = {"num_key_value_heads": ranks.count}
+    ranks.run(check_llama, when, torch.float32, kv_heads)
+    ranks.run(check_llama, when, torch.bfloat16, kv_heads)
+    if when != "before":
+        ranks.run(check_llama, when, torch.float32, {"tie_word_embeddings": True, **BIASES})
+
+
+def check_inference(rank: Rank) -> None:
+    """Few logits, padding, and a cache that grows by a token."""
+    inputs = {"input_ids": batch(rank)["input_ids"]}
+    plain = llama(rank)
+    model = parallelized(rank, llama(rank), "before", rank.mesh())
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, :4] = 0
+    with torch.no_grad():
+        for options in ({"logits_to_keep": 2}, {"attention_mask": mask}):
+            expected, actual = (m(**inputs, **options).logits for m in (plain, model))
+            kept = mask.bool() if "attention_mask" in options else ...
+            torch.testing.assert_close(actual.full_tensor()[kept], expected[kept])
+        steps = []
+        for m in (plain, model):
+            out = m(**inputs, use_cache=True)
+            out = m(input_ids=inputs["input_ids"][:, :1], past_key_values=out.past_key_values)
+            steps.append(whole(out.logits))
+        torch.testing.assert_close(*steps)
+
+
+def test_inference(ranks):
+    ranks.run(check_inference)
+
+
+def check_sampling(rank: Rank) -> None:
+    plain = llama(rank)
+    model = parallelized(rank, llama(rank), "before", rank.mesh())
+    ids = batch(rank)["input_ids"]
+    draws = []
+    with torch.no_grad():
+        for m in (plain, model):
+            hidden = m.model(ids).last_hidden_state[:, -1]
+            draws.append(
+                rank.fuselage.lm_head_sample(
+                    hidden, m.lm_head.weight, seed=7, num_samples=64, return_logprobs=True
+                )
+            )
+    tokens, logprobs, _ = (whole(t) for t in draws[1])
+    assert torch.equal(tokens, draws[0].tokens) and tokens.unique().numel() > 10
+    torch.testing.assert_close(logprobs, draws[0].logprobs)
+
+
+def test_sampling_of_the_parallel_head(ranks):
+    ranks.run(check_sampling)
+
+
+def check_checkpointing(rank: Rank) -> None:
+    inputs = batch(rank)
+    model = parallelized(rank, llama(rank), "before", rank.mesh())
+    expected = trained(model, inputs)
+    model.zero_grad()
+    recomputed = 0
+    for layer in model.model.layers:
+        forward = layer.forward
+
+        def checkpointed(x, *args, forward=forward, **kwargs):
+            nonlocal recomputed
+            recomputed += 1
+            return checkpoint(partial(forward, **kwargs), x, *args, use_reentrant=False)
+
+        layer.forward = checkpointed
+    actual = trained(model, inputs)
+    assert recomputed == 2
+    for a, b in zip((*actual[:2], *actual[2].values()), (*expected[:2], *expected[2].values())):
+        assert_same_bits(a, b, "with activation checkpointing")
+
+
+def test_activation_checkpointing(ranks):
+    ranks.run(check_checkpointing)
+
+
+def check_two_dimensions(rank: Rank, when: str) -> None:
+    """FSDP2 over one dimension of the mesh, of a model that is parallel over the other."""
+    mesh = rank.mesh(2, 2, names=("dp", "tp"))
+    inputs = batch(rank)
+    single = trained(llama(rank), inputs)
+    exact = trained(llama(rank).double(), inputs)
+    model = parallelized(rank, llama(rank, seed=rank.index % 2), when, mesh["tp"])
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh["dp"])
+    own = mesh["dp"].get_local_rank()
+    _, loss, grads = trained(model, {name: t[own : own + 1] for name, t in inputs.items()})
+    losses = DTensor.from_local(loss[None], mesh["dp"], [Shard(0)]).full_tensor()
+    assert_as_good(losses.mean(), single[1], exact[1], "loss")
+    for name, grad in grads.items():
+        assert_as_good(grad, single[2][name], exact[2][name], name)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    expected = torch.stack([g.norm() for g in single[2].values()]).norm()
+    torch.testing.assert_close(whole(norm), expected)
+
+
+def test_with_fsdp_over_another_dimension(ranks):
+    if ranks.count == 4:
+        for when in ("never", "before"):
+            ranks.run(check_two_dimensions, when)
+
+
+def check_optimizer(rank: Rank) -> None:
+    """Gradients that are partial sums are summed by clipping and by AdamW."""
+    inputs = batch(rank)
+    plain = llama(rank)
+    model = parallelized(rank, llama(rank), "before", rank.mesh())
+    for m in (plain, model):
+        optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3)
+        for _ in range(2):
+            optimizer.zero_grad()
+            trained(m, inputs)
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+            optimizer.step()
+    for (name, p), expected in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(whole(p), expected, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_clipping_and_an_optimizer(ranks):
+    ranks.run(check_optimizer)
+
+
+class Renamed(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def with_child(at: str, name: str, child: torch.nn.Module):
+    return lambda model: model.get_submodule(at).register_module(name, child)
+
+
+def without(at: str, name: str):
+    return lambda model: model.get_submodule(at)._modules.pop(name)
+
+
+ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
+CHANGES = {
+    f"`{ATTENTION}.q_norm` has parameters that the plan does not know: weight": with_child(
+        ATTENTION, "q_norm", torch.nn.RMSNorm(8)
+    ),
+    f"`{ATTENTION}.k_norm` is a norm that": with_child(
+        ATTENTION, "k_norm", torch.nn.RMSNorm(8, elementwise_affine=False)
+    ),
+    f"`{ATTENTION}` has no q_proj": without(ATTENTION, "q_proj"),
+    f"`{MLP}` has no gate_proj": without(MLP, "gate_proj"),
+    "`the model` has no model": without("", "model"),
+    "`the model` has no lm_head": without("", "lm_head"),
+    "`model.layers` is no list": with_child("model", "layers", torch.nn.ModuleList()),
+    "`lm_head` is a Renamed, not a Linear": with_child("", "lm_head", Renamed(32, VOCABULARY)),
+    f"`{MLP}.up_proj` has a weight of shape": lambda model: model.get_submodule(
+        f"{MLP}.up_proj"
+    ).register_parameter("weight", torch.nn.Parameter(torch.ones(3, 3))),
+    f"`{MLP}.gate_proj` has 45 columns, which": with_child(
+        MLP, "gate_proj", torch.nn.Linear(32, 45)
+    ),
+    f"`{ATTENTION}.k_proj` has 3 heads, which": with_child(
+        ATTENTION, "k_proj", torch.nn.Linear(32, 24)
+    ),
+    f"`{ATTENTION}.v_proj` has 20 columns, which": with_child(
+        ATTENTION, "v_proj", torch.nn.Linear(32, 20)
+    ),
+    f"`{ATTENTION}` has parameters that the plan does not know: sinks": lambda model: (
+        model.get_submodule(ATTENTION).register_parameter(
+            "sinks", torch.nn.Parameter(torch.ones(4))
+        )
+    ),
+    f"`{ATTENTION}` does not say its head_dim": lambda model: delattr(
+        model.get_submodule(ATTENTION), "head_dim"
+    ),
+    "`model.norm` has submodules": with_child("model.norm", "inner", torch.nn.Identity()),
+    "`model.embed_tokens` has a max_norm": lambda model: setattr(
+        model.model.embed_tokens, "max_norm", 1.0
+    ),
+    f"`{MLP}.up_proj.weight` is `{MLP}.gate_proj.weight`, too": lambda model: setattr(
+        model.get_submodule(f"{MLP}.up_proj"),
+        "weight",
+        model.get_submodule(f"{MLP}.gate_proj").weight,
+    ),
+}
+
+
+def check_refusals(rank: Rank) -> None:
+    parallelize = rank.fuselage.distributed.parallelize_llama
+    for why, change in CHANGES.items():
+        model = llama(rank)
+        change(model)
+        with pytest.raises(RuntimeError) as caught:
+            parallelize(model, rank.mesh())
+        assert str(caught.value).startswith(f"fuselage: parallelize_llama: {why}"), caught.value
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    model = llama(rank)
+    with pytest.raises(RuntimeError, match=r"a mesh of one dimension, got one of 2; .*\['tp'\]"):
+        parallelize(model, rank.mesh(1, rank.count, names=("dp", "tp")))
+    parallelize(model, rank.mesh())
+    with pytest.raises(RuntimeError, match="is a DTensor already"):
+        parallelize(model, rank.mesh())
+
+
+def test_other_models_are_refused_by_name(ranks):
+    if ranks.count == 2:
+        ranks.run(check_refusals)

@@ -38,26 +38,25 @@ __all__ = ["ResidualSequenceParallel", "parallelize_llama"]
 
 
 class ResidualSequenceParallel(SequenceParallel):
-    """PyTorch's `SequenceParallel` for `(x, residual) -> (out, new_residual)`.
+    """PyTorch's `SequenceParallel` for modules `(x, residual) -> (out, new_residual)`.
 
-    Such modules are `modules.FusedAddRMSNorm` and `modules.FusedAddLayerNorm`. Both inputs, given by
+    Such are `modules.FusedAddRMSNorm` and `modules.FusedAddLayerNorm`. Both inputs, given by
     position or by name, are sharded along the sequence: a DTensor of other placements, partial sums
-    included, is redistributed; a plain tensor is taken for the shard of this rank. All ranks get
-    the parameters of the first.
+    included, is redistributed; a plain tensor is taken for the shard of this rank. The outputs are
+    sharded alike. All ranks get the parameters of the first one.
 
         plan = {"norm": fuselage.distributed.ResidualSequenceParallel()}
         parallelize_module(model, mesh, plan)
 
     Args:
         sequence_dim: The dimension of both inputs that counts tokens.
-        use_local_output: Whether the outputs are the shards of this rank, not DTensors. If two plain
-            inputs are shards of different lengths on the ranks, they must be: the length of the
-            whole sequence is not known.
+        use_local_output: Return the shards of this rank, not DTensors. Set it where plain inputs
+            have different lengths on the ranks: a DTensor made of those would have a wrong shape.
 
     Raises:
-        TypeError: At a call, for other inputs than two tensors.
-        RuntimeError: At a call, for a DTensor of another mesh, an input without the sequence's
-            dimension, or a module that does not return two DTensors.
+        TypeError: At a call: the inputs are not two tensors.
+        RuntimeError: At a call: an input is a DTensor of another mesh or lacks the dimension of the
+            sequence, or the module does not return two DTensors.
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
     2022, https://arxiv.org/abs/2205.05198, and PyTorch's `SequenceParallel`.
@@ -134,26 +133,31 @@ def _replicate(
 def parallelize_llama(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
     """Tensor and sequence parallelism for transformers' Llama and models of its structure.
 
-    Such as Mistral and Qwen2. The model is changed in place, by PyTorch's `parallelize_module`:
+    Mistral and Qwen2 are such. `parallelize_module` of PyTorch changes the model in place:
 
-        embed_tokens, lm_head                       vocabulary sharded
-        q, k, v, gate and up projections            columns sharded: heads, intermediate size
-        o and down projections                      rows sharded
-        norms                                       replicated
-        between attention and MLP, and norms        sequence sharded
+        embed_tokens, lm_head                    sharded over the vocabulary
+        q_proj, k_proj, v_proj                   columns sharded: whole heads
+        gate_proj, up_proj                       columns sharded
+        o_proj, down_proj                        rows sharded
+        norms                                    replicated
+        what attention and MLP take              gathered
+        what norms take, and residuals           sharded along the sequence
 
-    All ranks call the model with the same tokens, as before. Logits are DTensors sharded over the
-    vocabulary; the loss takes PyTorch's `loss_parallel()`, around the backward, too.
-    `lm_head_sample(hidden[:, -1], model.lm_head.weight)`, where hidden is what `model.model` gives,
-    draws what one process draws. An embedding that is tied to the head stays one parameter.
-    Gradients of norms are partial sums, as with PyTorch's `SequenceParallel`: optimizers, gradient
-    clipping and FSDP2 sum them.
+    Call the model with the same tokens on all ranks. Its logits are DTensors sharded over the
+    vocabulary: compute the loss and the backward under PyTorch's `loss_parallel()`. To sample, call
+    `lm_head_sample(hidden[:, -1], model.lm_head.weight)` with the hidden states of `model.model`;
+    given the same hidden states and seed, it draws what one process draws. `logits_to_keep` may be
+    a number, not a tensor.
 
-    `fuselage.integrations.transformers.patch` may come before or after, and `fully_shard` over
-    another dimension of the mesh after. All weights are those of the mesh's first rank.
+    An embedding that is tied to the head stays one parameter. Gradients of norms are partial sums,
+    as with PyTorch's `SequenceParallel`; optimizers, gradient clipping and FSDP2 sum them.
+
+    `fuselage.integrations.transformers.patch` may come before or after. `fully_shard` over another
+    dimension of the mesh comes after.
 
     Args:
-        model: With a head. Every rank has all of it, on any device, the meta device included.
+        model: With a head, and whole on each rank, on any device, the meta device included. The
+            weights of the first rank of the mesh count.
         mesh: Of one dimension. Its size divides the numbers of heads and of key-value heads, and
             the intermediate size.
 
@@ -161,8 +165,8 @@ def parallelize_llama(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Modu
         The model.
 
     Raises:
-        RuntimeError: The model has parameters, norms or shapes that this plan does not know, such
-            as norms of q and k, packed projections or experts. Nothing is changed.
+        RuntimeError: The model has parameters, norms or shapes that the plan does not know, such as
+            norms of q and k, packed projections or experts. The model is as it was.
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
     2022, https://arxiv.org/abs/2205.05198.
@@ -306,7 +310,8 @@ class _Llama:
         for name, module in self.model.named_modules():
             if name in self.planned:
                 continue
-            if parameters := ", ".join(module._parameters):
+            parameters = ", ".join(key for key, _ in module.named_parameters(recurse=False))
+            if parameters:
                 self.refuse(name, f"has parameters that the plan does not know: {parameters}")
             if "norm" in name.rpartition(".")[2].lower():
                 self.refuse(name, "is a norm that the plan does not know")
