@@ -7,6 +7,7 @@ what one process computes in the same dtype.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from ranks import Rank
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, loss_parallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 # The largest of a few dozen rounding errors, over that of a few dozen others. It reaches 2.
@@ -66,7 +68,7 @@ def run_norm(module, inputs: list, grads: list) -> tuple[list, list]:
     outputs = module(*leaves)
     outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
     torch.autograd.backward(outputs, grads)
-    return outputs, [t.grad for t in (*leaves, *getattr(module, "parameters", list)())]
+    return outputs, [t.grad for t in (*leaves, *module.parameters())]
 
 
 def check_norm(rank: Rank, kind: str, tokens: int, placements: tuple) -> None:
@@ -132,17 +134,30 @@ def test_norms_in_the_style_of_pytorch(ranks, kind):
     ranks.run(check_norm, kind, 2 * ranks.count + 1, (Shard(1),))
 
 
+class Difference(torch.nn.Module):
+    """Tells its inputs apart, which the sum of a norm does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(DIM), requires_grad=False)
+
+    def forward(self, x, residual):
+        return self.weight * (x - residual), residual
+
+
 def check_names(rank: Rank) -> None:
     """Inputs by position and by name, of another dimension; a frozen weight stays frozen."""
-    module = norm_of(rank, "FusedAddRMSNorm").requires_grad_(False)
+    module = Difference().to(rank.device)
     style = rank.fuselage.distributed.ResidualSequenceParallel(sequence_dim=0)
     module = parallelize_module(module, rank.mesh(), style)
     assert not module.weight.requires_grad
-    x, residual = (distributed(torch.randn(5, DIM), rank.mesh(), Replicate()) for _ in range(2))
-    expected = module(x, residual)
-    assert expected[0].placements == (Shard(0),)
-    for actual in (module(x, residual=residual), module(residual=residual, x=x)):
-        assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(actual, expected))
+    plain = [torch.randn(5, DIM, device=rank.device) for _ in range(2)]
+    x, residual = (distributed(t, rank.mesh(), Replicate()) for t in plain)
+    calls = (module(x, residual), module(x, residual=residual), module(residual=residual, x=x))
+    for out, new_residual in calls:
+        assert out.placements == new_residual.placements == (Shard(0),)
+        assert torch.equal(out.full_tensor(), plain[0] - plain[1])
+        assert torch.equal(new_residual.full_tensor(), plain[1])
 
 
 def test_inputs_by_position_and_by_name(ranks):
@@ -153,7 +168,7 @@ def check_wrong_inputs(rank: Rank) -> None:
     style = rank.fuselage.distributed.ResidualSequenceParallel
     mesh = rank.mesh()
     module = parallelize_module(norm_of(rank, "FusedAddRMSNorm"), mesh, style())
-    x = torch.randn(2, 3, DIM)
+    x = torch.randn(2, 3, DIM, device=rank.device)
     other = distributed(x, rank.mesh(1, rank.count, names=("a", "b"))["a"], Shard(1))
     for args, kind, text in (
         ((x,), TypeError, "got Tensor"),
@@ -190,11 +205,14 @@ CONFIG = {
 }
 
 
-def llama(rank: Rank, dtype: torch.dtype = torch.float32, seed: int = 0, **options):
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama(
+    rank: Rank, dtype: torch.dtype = torch.float32, seed: int = 0, kind: str = "llama", **options
+):
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**CONFIG, **options}))
+    config = AutoConfig.for_model(kind, **{**CONFIG, **options})
+    model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             torch.nn.init.normal_(parameter, 1.0, 0.3)
@@ -238,6 +256,22 @@ def parallelized(rank: Rank, model, when: str, mesh):
     return model
 
 
+class Collectives(TorchDispatchMode):
+    """Counts collectives. (CommDebugMode fails on transformers' models.)"""
+
+    def __enter__(self):
+        self.counts = Counter()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
 PLACED = {
     "input_layernorm": Replicate(),
     "self_attn.q_proj": Shard(0),
@@ -255,6 +289,11 @@ def check_llama(rank: Rank, when: str, dtype: torch.dtype, options: dict) -> Non
     exact = trained(plain.double(), inputs)
     model = parallelized(rank, llama(rank, dtype, rank.index, **options), when, rank.mesh())
     layer = model.model.layers[0]
+    with torch.no_grad(), Collectives() as collectives:
+        model(inputs["input_ids"])
+    # One for the embedding or the head; for each attention and each MLP one.
+    once = 1 + 2 * len(model.model.layers)
+    assert collectives.counts == {"reduce_scatter_tensor": once, "all_gather_into_tensor": once}
     fused = [0] if when == "never" else watch(layer)
     check_step(trained(model, inputs), single, exact)
     assert fused[0] == (when != "never")
@@ -290,6 +329,12 @@ def test_llama_is_what_one_process_has(ranks, when):
     ranks.run(check_llama, when, torch.bfloat16, kv_heads)
     if when != "before":
         ranks.run(check_llama, when, torch.float32, {"tie_word_embeddings": True, **BIASES})
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2"])
+def test_models_of_the_same_structure(ranks, kind):
+    if ranks.count == 2:
+        ranks.run(check_llama, "after", torch.float32, {"kind": kind})
 
 
 def check_inference(rank: Rank) -> None:
@@ -468,10 +513,20 @@ CHANGES = {
 }
 
 
+KINDS = {
+    "mixtral": "`model.layers.0.mlp` has no gate_proj",
+    "phi3": "`model.layers.0.self_attn` has no q_proj",
+    "qwen3": "`model.layers.0.self_attn.q_norm` has parameters that the plan does not know: weight",
+    "gemma2": "`model.embed_tokens` is a Gemma2TextScaledWordEmbedding, not a",
+    "stablelm": "`model.layers.0.self_attn` views its projections by its num_heads, which a rank",
+}
+
+
 def check_refusals(rank: Rank) -> None:
     parallelize = rank.fuselage.distributed.parallelize_llama
-    for why, change in CHANGES.items():
-        model = llama(rank)
+    changed = [(why, "llama", change) for why, change in CHANGES.items()]
+    for why, kind, change in (*changed, *((KINDS[kind], kind, bool) for kind in KINDS)):
+        model = llama(rank, kind=kind)
         change(model)
         with pytest.raises(RuntimeError) as caught:
             parallelize(model, rank.mesh())

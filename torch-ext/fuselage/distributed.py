@@ -14,6 +14,7 @@ one tensor, such as `modules.RMSNorm`, PyTorch's `SequenceParallel` is right as 
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 
 import torch
@@ -147,10 +148,11 @@ def parallelize_llama(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Modu
     vocabulary: compute the loss and the backward under PyTorch's `loss_parallel()`. To sample, call
     `lm_head_sample(hidden[:, -1], model.lm_head.weight)` with the hidden states of `model.model`;
     given the same hidden states and seed, it draws what one process draws. `logits_to_keep` may be
-    a number, not a tensor.
+    a number, not a tensor; `generate` of transformers needs whole logits, and fails.
 
     An embedding that is tied to the head stays one parameter. Gradients of norms are partial sums,
-    as with PyTorch's `SequenceParallel`; optimizers, gradient clipping and FSDP2 sum them.
+    as with PyTorch's `SequenceParallel`; optimizers, gradient clipping and FSDP2 sum them. That of
+    an embedding without a tie is whole on each rank, as with PyTorch's `RowwiseParallel`.
 
     `fuselage.integrations.transformers.patch` may come before or after. `fully_shard` over another
     dimension of the mesh comes after.
@@ -295,15 +297,24 @@ class _Llama:
         for norm in _NORMS:
             self.norm(f"{name}.{norm}")
         linears = {n: self.leaf(f"{name}.{n}", torch.nn.Linear) for n in (*_COLUMNS, *_ROWS)}
-        head_dim = getattr(self.get(f"{name}.self_attn"), "head_dim", None)
-        if not isinstance(head_dim, int):
-            self.refuse(f"{name}.self_attn", "does not say its head_dim")
+        head_dim = self.head_dim(f"{name}.self_attn")
         for column in _COLUMNS:
             what, width = ("heads", head_dim) if column in _HEADS else ("columns", 1)
             count, rest = divmod(linears[column].out_features, width)
             if rest or count % ranks:
                 size = f"{linears[column].out_features} columns" if rest else f"{count} {what}"
                 self.refuse(f"{name}.{column}", f"has {size}, which {ranks} ranks cannot share")
+
+    def head_dim(self, name: str) -> int:
+        """Of an attention that takes as many heads as its projections give."""
+        attention = self.get(name)
+        if not isinstance(getattr(attention, "head_dim", None), int):
+            self.refuse(name, "does not say its head_dim")
+        forward = inspect.unwrap(type(attention).forward)
+        fixed = {"num_heads", "num_key_value_heads"} & {*forward.__code__.co_names}
+        if fixed:
+            self.refuse(name, f"views its projections by its {min(fixed)}, which a rank shares")
+        return attention.head_dim
 
     def check_others(self) -> None:
         """That nothing else has parameters, or is a norm."""
