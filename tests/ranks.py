@@ -20,7 +20,13 @@ import torch
 SECONDS = 60
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed.tensor.parallel", "kernels"])
+_context.set_forkserver_preload(
+    [
+        "torch.distributed.tensor.parallel",
+        "kernels",
+        "transformers.models.llama.modeling_llama",  # is passed over where it is missing
+    ]
+)
 
 
 @dataclass(frozen=True)

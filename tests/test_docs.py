@@ -42,9 +42,10 @@ def described() -> dict[str, list[str]]:
 def test_every_public_name_is_described(fuselage):
     pages = described()
     names = [name for page in pages if "." not in page for name in pages[page]]
-    own = {*names} - {*pages["modules"], *pages["layers"]}
+    own = {*names} - {*pages["modules"], *pages["layers"], *pages["distributed"]}
     namespaces = {name for name in fuselage.__all__ if inspect.ismodule(getattr(fuselage, name))}
     assert own == {*fuselage.__all__} - namespaces
+    assert pages["distributed"] == fuselage.distributed.__all__
     assert namespaces <= {page.partition(".")[0] for page in pages}
     for namespace in (fuselage.modules, fuselage.layers):
         name = namespace.__name__

@@ -42,6 +42,18 @@ def test_transformers_llama(fuselage):
     assert [line.split()[0] for line in output.splitlines()[-2:]] == ["eager", "fuselage"]
 
 
+def test_train_sequence_parallel(fuselage):
+    pytest.importorskip("transformers")
+    sizes = ["--layers", "2", "--hidden", "64", "--tokens", "16", "--vocab", "100", "--steps", "3"]
+    ranks = ["--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", *ranks]
+    command += [EXAMPLES / "train_sequence_parallel.py", *sizes]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    assert result.returncode == 0, result.stdout + result.stderr
+    steps = [line for line in result.stdout.splitlines() if line.startswith("step ")]
+    assert len(steps) == 3 and "fused_add_rms_norm" in result.stdout
+
+
 WATCHED = """
 import sys
 sys.path.insert(0, sys.argv[1])

@@ -39,6 +39,8 @@ name = f"{{{{kernel.__name__}}}}.integrations"
 assert "integrations" in kernel.__all__ and "integrations" in dir(kernel)
 assert name not in sys.modules
 assert kernel.integrations is sys.modules[name]
+assert "torch.distributed.tensor" not in sys.modules
+assert kernel.distributed.__all__ and "distributed" in kernel.__all__
 assert {{{{"transformers", "diffusers"}}}}.isdisjoint(sys.modules)
 """
 

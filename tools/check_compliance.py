@@ -263,7 +263,7 @@ def check_api(variant: Variant) -> list[str]:
         and not (node.module or "").startswith("_")
         for alias in node.names
     }
-    lazy = {name for name in exported if (variant.folder / name).is_dir()}
+    lazy = lazy_modules(variant.folder, exported - imported)
     bound = {name for name in imported if not name.startswith("_")}
     found = [f"{name} is public, and not in __all__" for name in sorted(bound - exported)]
     found += [f"{name} is in __all__, and not there" for name in sorted(exported - bound - lazy)]
@@ -282,16 +282,25 @@ def literal_all(tree: ast.Module) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
+def lazy_modules(package: Path, names: set[str]) -> set[str]:
+    """Those of the names that are modules of the package: its `__getattr__` imports them."""
+    paths = {name: (package / name, package / f"{name}.py") for name in names}
+    return {name for name, (folder, file) in paths.items() if folder.is_dir() or file.is_file()}
+
+
 def public_api(package: Path) -> set[str]:
     """What `__all__` names, and what its namespaces have: `rms_norm`, `layers.RMSNorm`."""
     tree = ast.parse((package / "__init__.py").read_bytes())
     names = literal_all(tree)
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.level]
     modules = {
         alias.name: package / f"{alias.name}.py"
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom) and node.level and node.module is None
+        for node in imports
+        if node.module is None
         for alias in node.names
-    } | {
+    }
+    lazy = lazy_modules(package, names - {alias.name for node in imports for alias in node.names})
+    modules |= {name: package / f"{name}.py" for name in lazy} | {
         f"{name}.{path.stem}": path for name in names for path in (package / name).glob("[!_]*.py")
     }
     return names | {

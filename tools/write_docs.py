@@ -37,9 +37,11 @@ FAMILIES = {
     "sampling": "Sampling",
     "modules": "Modules",
     "layers": "Hub layers",
+    "distributed": "Many GPUs",
     "integrations.transformers": "Models of transformers",
     "integrations.diffusers": "Pipelines and models of diffusers",
 }
+NAMESPACES = ("distributed", "integrations.transformers", "integrations.diffusers")  # by `__all__`
 CLASSES_ONLY = ("modules", "layers")  # namespaces of classes, which are called by their full name
 GENERATED = "<!-- `make docs` writes this page from the docstrings. Do not edit it. -->"
 SECTIONS = ("Args", "Attributes", "Returns", "Raises")
@@ -92,7 +94,7 @@ def load(name: str, names: set[str]) -> Module:
         classes = {k: node for k, node in own.items() if isinstance(node, ast.ClassDef)}
         public = {k: node for k, node in classes.items() if not k.startswith("_")}
         return Module(name, source, tree, public)
-    if "." not in name:
+    if name not in NAMESPACES:
         public = {k: node for k, node in own.items() if k in names}
         ordered = sorted(public, key=lambda k: isinstance(public[k], ast.ClassDef))
         return Module(name, source, tree, {k: public[k] for k in ordered})

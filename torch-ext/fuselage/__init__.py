@@ -78,6 +78,7 @@ __all__ = [
     "bias_act",
     "bias_act_",
     "combine_shard_samples",
+    "distributed",
     "fused_add_layer_norm",
     "fused_add_layer_norm_",
     "fused_add_rms_norm",
@@ -119,9 +120,9 @@ explain_errors_of(ops)
 
 
 def __getattr__(name: str):
-    """`integrations`, imported when it is first asked for."""
-    if name == "integrations":
-        return importlib.import_module(".integrations", __name__)
+    """`distributed` and `integrations`, each imported when it is first asked for."""
+    if name in ("distributed", "integrations"):
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
