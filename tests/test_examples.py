@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,8 @@ def test_train_sequence_parallel(fuselage):
     ranks = ["--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, "-m", "torch.distributed.run", *ranks]
     command += [EXAMPLES / "train_sequence_parallel.py", *sizes]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/", env=env)
     assert result.returncode == 0, result.stdout + result.stderr
     steps = [line for line in result.stdout.splitlines() if line.startswith("step ")]
     assert len(steps) == 3 and "fused_add_rms_norm" in result.stdout

@@ -1,0 +1,186 @@
+"""Sequence-parallel Llama: PyTorch's plan with the plain model, and with the patched one.
+
+    torchrun --nproc-per-node 2 -m benchmarks.sequence_parallel
+    torchrun --nproc-per-node 2 -m benchmarks.sequence_parallel --quick   # a test, on CPUs
+
+Each case is verified, then timed by turns. Written are time, peak memory, and for each kind of
+collective how often a rank calls it and how many bytes it receives. Run with one process it gives
+what scaling is relative to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .end_to_end import measure
+from .end_to_end.scenarios import llama
+from .roofline import results
+from .roofline.contenders import load_fuselage
+
+COLUMNS = ("plan", "plan + fuselage")
+# RMS difference of logits, relative. Partial sums of bfloat16 are rounded on every rank.
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+ROUNDS = 3
+
+
+class Received(TorchDispatchMode):
+    """Counts the collectives of a rank, and the bytes that it receives by them."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: dict[str, dict[str, int]] = defaultdict(lambda: {"calls": 0, "bytes": 0})
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again, with local tensors
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")
+        if name[0] == "_c10d_functional" and name[2] != "wait_tensor":
+            count, bytes_in = dist.get_world_size(), args[0].numel() * args[0].element_size()
+            others = {
+                "all_gather_into_tensor": bytes_in * (count - 1),
+                "reduce_scatter_tensor": bytes_in * (count - 1) // count,
+                "all_reduce": 2 * bytes_in * (count - 1) // count,
+            }
+            self.found[name[2]]["calls"] += 1
+            self.found[name[2]]["bytes"] += others.get(name[2], bytes_in)
+        return result
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.sequence_parallel", description=__doc__)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a small model, in float32: a test of the benchmark")
+    add("--layers", type=int, default=8, help="of 32; the results say so")
+    add("--tokens", type=int, default=4096)
+    add("--seconds", type=float, default=2.0, help="of timing, for each column and round")
+    add("--output", type=Path, help="the results file; default: benchmarks/results/...")
+    return parser.parse_args(arguments)
+
+
+def steps(model, ids: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """What is timed, of a model that is on all ranks."""
+
+    def training() -> None:
+        model.zero_grad(set_to_none=True)
+        with loss_parallel():
+            model(input_ids=ids, labels=ids).loss.backward()
+
+    @torch.no_grad()
+    def prefill() -> torch.Tensor:
+        return model(input_ids=ids).logits
+
+    return {"training step": training, "prefill": prefill}
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    difference = (actual.float() - expected.float()).square().mean()
+    return (difference / expected.float().square().mean()).sqrt().item()
+
+
+def run(fuselage, device: str, options: argparse.Namespace) -> dict[str, dict]:
+    """The cases, measured."""
+    torch.manual_seed(0)  # all ranks make the same weights
+    plain, title, notes = llama(device, options.quick, options.layers, False, training=True)
+    tokens = 64 if options.quick else options.tokens
+    ids = torch.randint(0, plain.config.vocab_size, (1, tokens), device=device)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    models = {"plan": copy.deepcopy(plain), "plan + fuselage": plain}
+    report = fuselage.integrations.transformers.patch(plain)
+    for model in models.values():
+        fuselage.distributed.parallelize_llama(model, mesh)
+    calls = {name: steps(model, ids) for name, model in models.items()}
+    logits = {name: calls[name]["prefill"]().full_tensor() for name in COLUMNS}
+    error = relative_error(logits["plan + fuselage"], logits["plan"])
+    verified = error <= LIMITS[plain.dtype] and bool(report.replaced)
+    cases = {}
+    for case in calls[COLUMNS[0]] if verified else ():
+        times = {name: [] for name in COLUMNS}
+        for round_ in range(ROUNDS):
+            for name in COLUMNS if round_ % 2 == 0 else COLUMNS[::-1]:
+                # So many runs on all ranks: a rank that stopped earlier would leave the others.
+                found = measure.times(calls[name][case], device, 0.0, least=_runs(options))
+                times[name] += found
+        columns = {}
+        for name in COLUMNS:
+            with Received() as received:
+                calls[name][case]()
+            columns[name] = {
+                "milliseconds": measure.summary(times[name]),
+                "peak_gib": measure.peak_memory(calls[name][case], device),
+                "received": dict(received.found),
+            }
+        cases[f"{case}, {dist.get_world_size()} ranks"] = {
+            "title": f"{title}: {case} of 1x{tokens} tokens",
+            "notes": notes,
+            "error": error,
+            "columns": columns,
+        }
+    if not verified:
+        raise SystemExit(f"FAILED: logits differ by {error:.1e}, {len(report.replaced)} replaced")
+    return cases
+
+
+def _runs(options: argparse.Namespace) -> int:
+    return 3 if options.quick else max(5, int(options.seconds * 10))
+
+
+def table(cases: dict[str, dict]) -> str:
+    """In Markdown."""
+    lines = ["| | ms | over the plan alone | peak GiB | collectives | MB a rank receives |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
+    for case, record in cases.items():
+        alone = record["columns"]["plan"]["milliseconds"]["median"]
+        for name, column in record["columns"].items():
+            time, peak = column["milliseconds"]["median"], column["peak_gib"]
+            counted = column["received"].values()
+            lines.append(
+                f"| {case}: {name} | {time:.1f} | {alone / time:.2f}x | "
+                f"{'-' if peak is None else f'{peak:.1f}'} | {sum(c['calls'] for c in counted)} | "
+                f"{sum(c['bytes'] for c in counted) / 1e6:.1f} |"
+            )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    on_gpus = torch.cuda.device_count() >= ranks
+    device = "cuda" if on_gpus else "cpu"
+    if not on_gpus and not options.quick:
+        print("on CPUs only --quick is feasible", file=sys.stderr)
+        return 2
+    if on_gpus:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if on_gpus else "gloo")
+    fuselage = load_fuselage(device)
+    cases = run(fuselage, device, options)
+    if rank == 0:
+        path = options.output or results.FOLDER / f"sequence_parallel_{results.slug(device)}.json"
+        if not options.quick or options.output:
+            stored = results.load(path)
+            stored["environment"] = results.environment(device, "transformers")
+            origin = results.provenance(fuselage)
+            stored["cases"] |= {name: {**origin, **record} for name, record in cases.items()}
+            results.save(path, stored)
+        print(table(cases), flush=True)
+    dist.barrier()  # a rank that leaves first takes its connections with it
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
