@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import REPO_DIR
 
 EXAMPLES = REPO_DIR / "examples"
@@ -43,6 +44,7 @@ def test_transformers_llama(fuselage):
     assert [line.split()[0] for line in output.splitlines()[-2:]] == ["eager", "fuselage"]
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.10."), reason="parallelize_llama refuses it")
 def test_train_sequence_parallel(fuselage):
     pytest.importorskip("transformers")
     sizes = ["--layers", "2", "--hidden", "64", "--tokens", "16", "--vocab", "100", "--steps", "3"]

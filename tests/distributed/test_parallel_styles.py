@@ -192,7 +192,10 @@ def test_wrong_inputs_name_the_module(ranks):
 # Models
 
 VOCABULARY = 66  # 4 ranks: 17, 17, 17, 15
-TOKENS = 9  # 4 ranks: 3, 3, 3 and none
+TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
+# 4 ranks: 3, 3, 3 and none. NOTE: linears of older DTensors fail for parts of unequal size.
+TOKENS = 9 if TORCH >= (2, 13) else 8
+of_models = pytest.mark.skipif(TORCH < (2, 11), reason="this PyTorch is refused")
 CONFIG = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -289,10 +292,10 @@ def check_llama(rank: Rank, when: str, dtype: torch.dtype, options: dict) -> Non
     exact = trained(plain.double(), inputs)
     model = parallelized(rank, llama(rank, dtype, rank.index, **options), when, rank.mesh())
     layer = model.model.layers[0]
-    with torch.no_grad(), Collectives() as collectives:
-        model(inputs["input_ids"])
     # One for the embedding or the head; for each attention and each MLP one.
     once = 1 + 2 * len(model.model.layers)
+    with torch.no_grad(), Collectives() as collectives:
+        model(inputs["input_ids"])
     assert collectives.counts == {"reduce_scatter_tensor": once, "all_gather_into_tensor": once}
     fused = [0] if when == "never" else watch(layer)
     check_step(trained(model, inputs), single, exact)
@@ -322,6 +325,13 @@ def watch(layer) -> list[int]:
 BIASES = {"attention_bias": True, "mlp_bias": True}
 
 
+def test_an_old_torch_is_refused(fuselage, monkeypatch):
+    monkeypatch.setattr(fuselage.distributed, "_VERSION", (2, 10))
+    with pytest.raises(RuntimeError, match="parallelize_llama needs PyTorch"):
+        fuselage.distributed.parallelize_llama(None, None)
+
+
+@of_models
 @pytest.mark.parametrize("when", ["never", "before", "after"])
 def test_llama_is_what_one_process_has(ranks, when):
     kv_heads = {"num_key_value_heads": ranks.count}
@@ -331,6 +341,7 @@ def test_llama_is_what_one_process_has(ranks, when):
         ranks.run(check_llama, when, torch.float32, {"tie_word_embeddings": True, **BIASES})
 
 
+@of_models
 @pytest.mark.parametrize("kind", ["mistral", "qwen2"])
 def test_models_of_the_same_structure(ranks, kind):
     if ranks.count == 2:
@@ -357,6 +368,7 @@ def check_inference(rank: Rank) -> None:
         torch.testing.assert_close(*steps)
 
 
+@of_models
 def test_inference(ranks):
     ranks.run(check_inference)
 
@@ -379,6 +391,7 @@ def check_sampling(rank: Rank) -> None:
     torch.testing.assert_close(logprobs, draws[0].logprobs)
 
 
+@of_models
 def test_sampling_of_the_parallel_head(ranks):
     ranks.run(check_sampling)
 
@@ -404,6 +417,7 @@ def check_checkpointing(rank: Rank) -> None:
         assert_same_bits(a, b, "with activation checkpointing")
 
 
+@of_models
 def test_activation_checkpointing(ranks):
     ranks.run(check_checkpointing)
 
@@ -428,10 +442,18 @@ def check_two_dimensions(rank: Rank, when: str) -> None:
     torch.testing.assert_close(whole(norm), expected)
 
 
+@of_models
 def test_with_fsdp_over_another_dimension(ranks):
     if ranks.count == 4:
         for when in ("never", "before"):
             ranks.run(check_two_dimensions, when)
+
+
+def sum_up(model: torch.nn.Module) -> None:
+    """What docs/distributed.md says to do before clipping."""
+    for p in model.parameters():
+        if isinstance(p.grad, DTensor):
+            p.grad = p.grad.redistribute(placements=p.placements)
 
 
 def check_optimizer(rank: Rank) -> None:
@@ -444,12 +466,15 @@ def check_optimizer(rank: Rank) -> None:
         for _ in range(2):
             optimizer.zero_grad()
             trained(m, inputs)
+            if TORCH < (2, 12):
+                sum_up(m)
             torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5)
             optimizer.step()
     for (name, p), expected in zip(model.named_parameters(), plain.parameters()):
         torch.testing.assert_close(whole(p), expected, msg=lambda text, n=name: f"{n}: {text}")
 
 
+@of_models
 def test_clipping_and_an_optimizer(ranks):
     ranks.run(check_optimizer)
 
@@ -541,6 +566,7 @@ def check_refusals(rank: Rank) -> None:
         parallelize(model, rank.mesh())
 
 
+@of_models
 def test_other_models_are_refused_by_name(ranks):
     if ranks.count == 2:
         ranks.run(check_refusals)

@@ -37,6 +37,8 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 __all__ = ["ResidualSequenceParallel", "parallelize_llama"]
 
+_VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
+
 
 class ResidualSequenceParallel(SequenceParallel):
     """PyTorch's `SequenceParallel` for modules `(x, residual) -> (out, new_residual)`.
@@ -151,8 +153,9 @@ def parallelize_llama(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Modu
     a number, not a tensor; `generate` of transformers needs whole logits, and fails.
 
     An embedding that is tied to the head stays one parameter. Gradients of norms are partial sums,
-    as with PyTorch's `SequenceParallel`; optimizers, gradient clipping and FSDP2 sum them. That of
-    an embedding without a tie is whole on each rank, as with PyTorch's `RowwiseParallel`.
+    as with PyTorch's `SequenceParallel`; optimizers, FSDP2, and from PyTorch 2.12 on
+    `clip_grad_norm_` sum them. That of an embedding without a tie is whole on each rank, as with
+    PyTorch's `RowwiseParallel`.
 
     `fuselage.integrations.transformers.patch` may come before or after. `fully_shard` over another
     dimension of the mesh comes after.
@@ -161,18 +164,25 @@ def parallelize_llama(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Modu
         model: With a head, and whole on each rank, on any device, the meta device included. The
             weights of the first rank of the mesh count.
         mesh: Of one dimension. Its size divides the numbers of heads and of key-value heads, and
-            the intermediate size.
+            the intermediate size. Before PyTorch 2.13 it divides the number of tokens, too: a
+            linear of DTensors fails there otherwise.
 
     Returns:
         The model.
 
     Raises:
         RuntimeError: The model has parameters, norms or shapes that the plan does not know, such as
-            norms of q and k, packed projections or experts. The model is as it was.
+            norms of q and k, packed projections or experts; or PyTorch is older than 2.11. The
+            model is as it was.
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
     2022, https://arxiv.org/abs/2205.05198.
     """
+    if _VERSION < (2, 11):
+        raise RuntimeError(
+            "fuselage: parallelize_llama needs PyTorch 2.11 or newer: the sharded embedding of "
+            f"{torch.__version__} loses its mask"
+        )
     if mesh.ndim != 1:
         raise RuntimeError(
             f"fuselage: parallelize_llama takes a mesh of one dimension, got one of {mesh.ndim}; "
