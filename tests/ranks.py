@@ -1,7 +1,7 @@
 """Processes that tests share: each is one rank, and runs what it is sent.
 
 They are forked from a server that has imported Torch once, and stay until the session ends. What
-takes longer than a minute is taken for a deadlock, and fails.
+takes minutes is taken for a deadlock, and fails.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import ModuleType
 
 import torch
 
-SECONDS = 60
+SECONDS = 180
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
