@@ -14,6 +14,7 @@ BAD_CALLS = 0.25  # of the cases
 LEFT_OUT = {
     "Sample": "what the samplers return with return_logprobs=True, and checked there",
     "ShardSample": "what lm_head_sample_shard returns, and combine_shard_samples takes",
+    "distributed": "places models on many processes; tests/distributed",
     "integrations": "patches models; tests/integrations",
     "layers": "for kernelize: their forwards are one call of a function; tests/*/test_*layers.py",
     "modules": "a namespace: its classes are called as modules.RMSNorm and so on",
