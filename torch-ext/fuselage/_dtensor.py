@@ -134,7 +134,11 @@ class Rule:
             for name, _, _ in plan.inputs:  # all collectives are under way
                 arguments[name] = arguments[name].to_local()
             self.localise(call, plan, arguments)
-            return self.wrap(call, overload(*arguments.values()), plan)
+            return self.wrap(call, self.run(call, plan, arguments), plan)
+
+    def run(self, call: Call, plan: Plan, arguments: dict):
+        """The results of this rank, of its own arguments."""
+        return call.overload(*arguments.values())
 
     def plan(self, call: Call) -> Plan:
         """Made once for a layout. Raises what is to be refused."""
@@ -372,14 +376,6 @@ class GivenLogits(Rule):
 class Head(GivenLogits):
     """A draw from a head that is whole, or whose vocabulary is sharded."""
 
-    def dispatch(self, cls, overload, types, args=(), kwargs=None):
-        call = Call(overload, args, kwargs)
-        with torch.no_grad():
-            plan = self.plan(call)
-            if Shard(0) not in call["weight"].placements:
-                return super().dispatch(cls, overload, types, args, kwargs)
-            return self.wrap(call, self.draw(call, plan), plan)
-
     def placements(self, call: Call, targets: Targets) -> dict[str, Targets]:
         weight = call["weight"]
         for index, placement in enumerate(weight.placements):
@@ -399,13 +395,13 @@ class Head(GivenLogits):
     def start(self, call: Call, targets: Targets) -> int:
         return _start(call["weight"], call["weight"].placements, 0)
 
-    def draw(self, call: Call, plan: Plan) -> tuple[torch.Tensor, ...]:
-        """By one all-gather of what each shard draws."""
-        local = call.arguments.copy()
-        for name, to, _ in plan.inputs:
-            local[name] = _move(local[name], to).to_local()
-        self.localise(call, plan, local)
-        logprobs = local["return_log_sum_exp"] = call["return_logprobs"]
+    def run(self, call: Call, plan: Plan, arguments: dict) -> tuple[torch.Tensor, ...]:
+        """Of a vocabulary in shards by one all-gather of what each shard draws."""
+        weight = call["weight"]
+        if Shard(0) not in weight.placements:
+            return super().run(call, plan, arguments)
+        logprobs = call["return_logprobs"]
+        local = arguments | {"return_log_sum_exp": logprobs}
         local["vocab_offset"] += plan.start
         if len(local["weight"]) > 0:
             shard = _lm_head_sample_shard(*(local[n] for n in _names(_lm_head_sample_shard)))
@@ -413,7 +409,6 @@ class Head(GivenLogits):
             shard = _no_shard(local)
         columns = [t[:, None] if t.dim() == 1 else t for t in shard if t.shape != (0,)]
         packed = torch.cat([t.contiguous().view(torch.int32) for t in columns], 1)[None]
-        weight = call["weight"]
         sharded = DTensor.from_local(packed, weight.device_mesh, weight.placements, run_check=False)
         gathered = sharded.redistribute(placements=plan.targets).to_local()
         drawn = [self.unpacked(each, columns) for each in gathered]
