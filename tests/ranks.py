@@ -16,6 +16,7 @@ from datetime import timedelta
 from types import ModuleType
 
 import torch
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 SECONDS = 180
 
@@ -44,6 +45,13 @@ class Rank:
 
         kind = self.device.partition(":")[0]
         return init_device_mesh(kind, sizes or (self.count,), mesh_dim_names=names)
+
+
+def distributed(t: torch.Tensor, mesh, *placements) -> DTensor:
+    """Of what every rank has, without a collective. Parts of a sum are equal."""
+    if Partial() in placements:
+        return DTensor.from_local(t / mesh.size(), mesh, placements)
+    return distribute_tensor(t, mesh, placements, src_data_rank=None)
 
 
 class Ranks:

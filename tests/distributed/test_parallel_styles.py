@@ -13,9 +13,9 @@ from functools import partial
 import pytest
 import torch
 from harness import assert_same_bits
-from ranks import Rank
+from ranks import Rank, distributed
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, loss_parallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -35,13 +35,6 @@ def assert_as_good(actual, single, exact, what: str) -> None:
 
 def whole(t: torch.Tensor) -> torch.Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
-
-
-def distributed(t: torch.Tensor, mesh, placement) -> DTensor:
-    """Of what every rank has; of partial sums each has as much."""
-    if isinstance(placement, Partial):
-        return DTensor.from_local(t / mesh.size(), mesh, [placement])
-    return distribute_tensor(t, mesh, [placement], src_data_rank=None)
 
 
 # Styles of modules

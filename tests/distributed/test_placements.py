@@ -21,18 +21,13 @@ from harness import (
     terms_of_gradients,
 )
 from operators import OPERATORS
-from ranks import Rank
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from ranks import Rank, distributed
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 BY_NAME = {op.name: op for op in OPERATORS}
 SHARDED_COLUMNS = ("silu", "swiglu", "geglu", "bias_act", "add_mul_act")
 SHAPE = (3, 5, 8)  # 4 ranks: one of them has no row of the three, and the five are cut unevenly
-
-
-def distributed(t: torch.Tensor, mesh, placements) -> DTensor:
-    """Of what every rank has, without a collective."""
-    return distribute_tensor(t, mesh, placements, src_data_rank=None)
 
 
 def all_placements(op: Operator, mesh) -> list[tuple]:
@@ -46,7 +41,7 @@ def leaves_of(op: Operator, inputs: dict, mesh, placements) -> dict:
     leaves = {}
     for name, t in inputs.items():
         if isinstance(t, torch.Tensor):
-            t = distributed(t, mesh, placements if name in op.row_inputs else whole)
+            t = distributed(t, mesh, *(placements if name in op.row_inputs else whole))
             t.requires_grad_(t.is_floating_point())
         leaves[name] = t
     return leaves
@@ -77,7 +72,7 @@ def check(rank: Rank, name: str, style: str, dtype: torch.dtype, sizes: tuple) -
     terms = terms_of_gradients(op, inputs, options, grad_outs)
     for placements in all_placements(op, mesh):
         sharded = leaves_of(op, inputs, mesh, placements)
-        grads = {n: distributed(t, mesh, placements) for n, t in grad_outs.items()}
+        grads = {n: distributed(t, mesh, *placements) for n, t in grad_outs.items()}
         wanted = [n for n, t in sharded.items() if isinstance(t, DTensor) and t.requires_grad]
         # NOTE: not backward(), which copies a gradient of two inputs: by a gather in Torch 2.10.
         with CommDebugMode() as collectives:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import REPO_DIR
 from harness import assert_same_bits, normal
-from ranks import Rank
+from ranks import Rank, distributed
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -22,13 +22,6 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.debug import CommDebugMode
 
 BATCH, TOKENS, HEADS, DIM = 3, 5, 6, 8
-
-
-def distributed(t: torch.Tensor, mesh, *placements) -> DTensor:
-    """Of what every rank has, without a collective. Parts of a sum are equal."""
-    if Partial() in placements:
-        return DTensor.from_local(t / mesh.size(), mesh, placements)
-    return distribute_tensor(t, mesh, placements, src_data_rank=None)
 
 
 def collectives(mode: CommDebugMode) -> dict[str, int]:
