@@ -26,13 +26,14 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .end_to_end import measure
+from .end_to_end.cli import EXACT_LIMIT, HALF_LIMIT, relative_error
 from .end_to_end.scenarios import llama
 from .roofline import results
 from .roofline.contenders import load_fuselage
 
 COLUMNS = ("plan", "plan + fuselage")
 # RMS difference of logits, relative. Partial sums of bfloat16 are rounded on every rank.
-LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+LIMITS = {torch.float32: EXACT_LIMIT, torch.bfloat16: HALF_LIMIT}
 ROUNDS = 3
 
 
@@ -66,7 +67,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--quick", action="store_true", help="a small model, in float32: a test of the benchmark")
     add("--layers", type=int, default=8, help="of 32; the results say so")
     add("--tokens", type=int, default=4096)
-    add("--seconds", type=float, default=2.0, help="of timing, for each column and round")
+    add("--runs", type=int, default=20, help="timed in each of three rounds; with --quick 3")
     add("--output", type=Path, help="the results file; default: benchmarks/results/...")
     return parser.parse_args(arguments)
 
@@ -86,11 +87,6 @@ def steps(model, ids: torch.Tensor) -> dict[str, Callable[[], object]]:
     return {"training step": training, "prefill": prefill}
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    difference = (actual.float() - expected.float()).square().mean()
-    return (difference / expected.float().square().mean()).sqrt().item()
-
-
 def run(fuselage, device: str, options: argparse.Namespace) -> dict[str, dict]:
     """The cases, measured."""
     torch.manual_seed(0)  # all ranks make the same weights
@@ -105,14 +101,15 @@ def run(fuselage, device: str, options: argparse.Namespace) -> dict[str, dict]:
     calls = {name: steps(model, ids) for name, model in models.items()}
     logits = {name: calls[name]["prefill"]().full_tensor() for name in COLUMNS}
     error = relative_error(logits["plan + fuselage"], logits["plan"])
-    verified = error <= LIMITS[plain.dtype] and bool(report.replaced)
-    cases = {}
-    for case in calls[COLUMNS[0]] if verified else ():
+    if not (error <= LIMITS[plain.dtype] and report.replaced):
+        raise SystemExit(f"FAILED: logits differ by {error:.1e}, {len(report.replaced)} replaced")
+    cases, runs = {}, 3 if options.quick else options.runs
+    for case in calls[COLUMNS[0]]:
         times = {name: [] for name in COLUMNS}
         for round_ in range(ROUNDS):
             for name in COLUMNS if round_ % 2 == 0 else COLUMNS[::-1]:
                 # So many runs on all ranks: a rank that stopped earlier would leave the others.
-                found = measure.times(calls[name][case], device, 0.0, least=_runs(options))
+                found = measure.times(calls[name][case], device, 0.0, least=runs)
                 times[name] += found
         columns = {}
         for name in COLUMNS:
@@ -129,13 +126,7 @@ def run(fuselage, device: str, options: argparse.Namespace) -> dict[str, dict]:
             "error": error,
             "columns": columns,
         }
-    if not verified:
-        raise SystemExit(f"FAILED: logits differ by {error:.1e}, {len(report.replaced)} replaced")
     return cases
-
-
-def _runs(options: argparse.Namespace) -> int:
-    return 3 if options.quick else max(5, int(options.seconds * 10))
 
 
 def table(cases: dict[str, dict]) -> str:
