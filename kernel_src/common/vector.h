@@ -438,6 +438,23 @@ __device__ __forceinline__ float nan_unless_zero(const float (&values)[N]) {
   return result;
 }
 
+// The same of a whole row, by one thread. Rows without statistics are rare, and those that are used
+// mostly end it at once.
+template <typename T>
+__device__ __forceinline__ bool is_zero(const T* row, int dim) {
+  constexpr int kAtOnce = 8;
+#pragma unroll 1
+  for (int start = 0; start < dim; start += kAtOnce) {
+    bool all = true;
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (start + k < dim) all &= to_float(row[start + k]) == 0.0f;
+    }
+    if (!all) return false;
+  }
+  return true;
+}
+
 // Values rounded to T and back.
 template <typename T, int N>
 __device__ __forceinline__ void round_all(float (&values)[N]) {

@@ -230,16 +230,15 @@ struct AdaNormBackwardOp {
                                                       int64_t row, int column,
                                                       const float (&grad_out)[N],
                                                       const float (&s)[N],
-                                                      const RowMoments& moments,
+                                                      const RowMoments& moments, bool unused,
                                                       float (&sums)[kColumnSums][N]) {
     const int dim = static_cast<int>(p.dim);
-    const bool lost = may_be_unused(launch, moments);
     float scale[N];
     load_values<kAligned>(modulation_of<T>(p.scale, row), column, dim, 0.0f, scale);
     float xhat[N];
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      xhat[k] = lost && grad_out[k] == 0.0f ? 0.0f : normalised(moments)(s[k]);
+      xhat[k] = unused ? 0.0f : normalised(moments)(s[k]);
       const float a = kByRow && p.scale_by_row ? grad_out[k] * (1.0f + scale[k]) : grad_out[k];
       sums[0][k] += a;
       sums[1][k] = fmaf(a, xhat[k], sums[1][k]);
@@ -253,7 +252,7 @@ struct AdaNormBackwardOp {
 #pragma unroll
       for (int k = 0; k < N; ++k) {
         grad[k] = coefficients.grad_s(grad_out[k] * (1.0f + scale[k]) * other[k], xhat[k]);
-        if (lost && grad_out[k] == 0.0f) grad[k] = coefficients.of_xhat;
+        if (unused) grad[k] = 0.0f;
       }
       if (launch.extra > 0) {
         load<kAligned, N>(launch.tensors.row<T>(launch.extra, row, 0), column, dim)

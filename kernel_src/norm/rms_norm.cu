@@ -459,7 +459,9 @@ __global__ void __launch_bounds__(256)
     const float g = to_float(static_cast<const O*>(p.grad_out)[row * p.grad_out_stride + column]);
     const float x = to_float(static_cast<const T*>(p.x)[row * p.x_stride + column]);
     const float rstd = p.rstd[row];
-    sum += g == 0.0f && may_be_unused(p, rstd) ? 0.0f : g * (x * rstd);
+    const bool lost = g == 0.0f && may_be_unused(p, rstd);
+    const O* row_of_g = static_cast<const O*>(p.grad_out) + row * p.grad_out_stride;
+    sum += lost && is_zero(row_of_g, static_cast<int>(p.dim)) ? 0.0f : g * (x * rstd);
   }
   p.partials[blockIdx.y * p.dim + column] = sum;
 }

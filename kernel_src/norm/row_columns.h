@@ -39,7 +39,10 @@ __device__ __forceinline__ void add_columns(const typename Op::Params& p, const 
           .to_floats(grad_out);
       load<kAligned, N>(launch.tensors.row<T>(1, row, 0), column, dim).to_floats(s);
       const RowMoments moments = load_moments<Op::kStatistics>(launch, row);
-      Op::template column_terms<kAligned>(p, launch, row, column, grad_out, s, moments, sums);
+      const bool unused = may_be_unused(launch, moments) &&
+                          is_zero(launch.tensors.row<typename Op::GradOut>(0, row, 0), dim);
+      Op::template column_terms<kAligned>(p, launch, row, column, grad_out, s, moments, unused,
+                                          sums);
     }
   }
   // [sum][lane][column of the tile]

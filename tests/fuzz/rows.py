@@ -317,13 +317,14 @@ def incoming(draw: Draw, call: Call, outputs: dict) -> tuple[dict, tuple[str, ..
     used = [name for name in outputs if draw.chance(0.7)] or [
         "out" if "out" in outputs else "q_out"
     ]
-    return {
-        name: draw.lay_out(
-            f"grad_{name}",
-            draw.change(normal(outputs[name].shape, outputs[name].dtype, "cpu"), call.regime),
-        )
-        for name in used
-    }, requires
+    grads = {}
+    for name in used:
+        values = draw.change(normal(outputs[name].shape, outputs[name].dtype, "cpu"), call.regime)
+        if name == "out" and "new_residual" in outputs:
+            # NOTE: of a row of zeros, the kernels take it that its result is not used.
+            values[(values == 0).all(-1), 0] = 1
+        grads[name] = draw.lay_out(f"grad_{name}", values)
+    return grads, requires
 
 
 def run_gradients(kernel, op: Operator, inputs, options, grad_outs, requires) -> dict:
@@ -339,13 +340,15 @@ def check_gradients(kernel, call: Call, grad_outs: dict, requires) -> dict:
     actual = run_gradients(kernel, op, inputs, options, grad_outs, requires)
     exact = reference_gradients(op, inputs, options, grad_outs)
     terms = terms_of_gradients(op, inputs, options, grad_outs)
-    formula = gradients(
-        op.run_eager,
-        as_float32(inputs),
-        op.without_roundings(options),
-        {name: g.to(formula_dtype(options, name)) for name, g in grad_outs.items()},
-        op.differentiable(inputs),
-    )
+    formula = exact
+    if inputs[op.main].numel() > 0:  # PyTorch's layer_norm of no rows raises in its backward
+        formula = gradients(
+            op.run_eager,
+            as_float32(inputs),
+            op.without_roundings(options),
+            {name: g.to(formula_dtype(options, name)) for name, g in grad_outs.items()},
+            op.differentiable(inputs),
+        )
     beyond = is_beyond(op, inputs, op.defaults, grad_outs)
     with failing_as("a wrong gradient"):
         for name in op.differentiable(inputs):

@@ -65,6 +65,24 @@ def test_a_row_without_gradient_that_overflowed(fuselage, device, dim):
     )
 
 
+@on_devices((40,), (40, 4096, 4097, 16384, 140008))
+@pytest.mark.parametrize("op", SUMS, ids=lambda op: op.name)
+@pytest.mark.parametrize("rows", [4, 400])
+def test_a_row_that_overflowed_is_used_elsewhere(fuselage, device, op, dim, rows):
+    """A zero among its gradients does not make the row one that is not used."""
+    if rows * dim > 2**21:
+        rows = 8
+    inputs = overflowing(op, (rows, dim), device)
+    outputs = op.run(fuselage, inputs, {})
+    grad_outs = random_grad_outs(outputs)
+    grad_outs["out"][1, 0] = 0  # its input is one that overflowed
+    requires = op.differentiable(inputs)
+    actual = gradients(
+        lambda leaves, _: op.run(fuselage, leaves, {}), inputs, {}, grad_outs, requires
+    )
+    assert actual["weight"][0].isnan()
+
+
 @on_devices((40,), (40, 96, 2048, 4096, 4097, 16384, 65552, 140008))
 @pytest.mark.parametrize("requires", [("x", "scale", "shift", "gate"), ("scale",)], ids=len)
 @pytest.mark.parametrize("rows", [4, 400])
