@@ -188,9 +188,12 @@ void expect_forward_row(Report& report, const DeviceInfo& device, const RowPolic
       int64_t{row.cluster} * row.threads_per_row * row.vectors * (16 / shape.element_size);
   report.expect(held >= shape.dim, "columns without a thread");
   const int vectors = row.vectors;
-  report.expect(vectors == 1 || vectors == 2 || vectors == kForwardVectors,
+  const bool most = shape.most_vectors && vectors == kForwardMostVectors;
+  report.expect(vectors == 1 || vectors == 2 || vectors == kForwardVectors || most,
                 "vectors without a kernel");
-  report.expect(shape.aligned || vectors != 2, "vectors without an unaligned kernel");
+  report.expect(shape.aligned || (vectors != 2 && !most), "vectors without an unaligned kernel");
+  report.expect(!most || row.threads_per_row * row.rows_per_block <= kForwardMostVectorThreads,
+                "more threads than a kernel has");
   report.expect(vectors == 1 || row.threads_per_row % kWarpSize == 0, "vectors a warp apart");
   report.expect(row.rows_per_thread == 1 ||
                     (row.threads_per_row <= kWarpSize && row.rows_per_thread * vectors == 4 &&
@@ -220,7 +223,7 @@ void rms_norm_forward(const DeviceInfo& device, Report& report) {
                         {p.out, dim, dim, dtype_size(out)},
                         {p.weight, 0, dim, 4}});
         expect_forward_row(report, device, rms_norm_forward_policy(device, aligned, p),
-                           {rows, dim, size, aligned});
+                           {rows, dim, size, aligned, false});
       }
     });
   });
@@ -286,7 +289,7 @@ void ada_norm_forward(const DeviceInfo& device, Report& report) {
                         {p.gate.data, 0, dim, size},
                         {p.scale.data, stride, dim, 4}});
         expect_forward_row(report, device, ada_norm_forward_policy(device, aligned, p),
-                           {rows, dim, size, aligned});
+                           {rows, dim, size, aligned, true});
       }
     });
   }

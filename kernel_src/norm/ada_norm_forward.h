@@ -21,7 +21,7 @@ struct AdaNormOp {
   using In = T;
   using Out = T;
   static constexpr int N = 16 / sizeof(T);
-  static constexpr bool kCentres = true;
+  static constexpr bool kCentres = true, kMostVectors = !kResidual;
   static constexpr bool kRest =
       sizeof(T) == sizeof(float);  // in half precision it is lost in the rounding
   static constexpr int kSums = 1, kShared = Moments<kRest>::kShared;
@@ -154,7 +154,7 @@ struct AdaNormOp {
   struct Pair {
     Vector<U, N> scale, shift;
   };
-  template <typename U, bool kOne>
+  template <typename U, bool kOne, bool kAligned = true>
   struct Columns {
     using Loaded = Pair<U>;
     static constexpr int kAhead = sizeof(U) == sizeof(T) ? 1 : 0;  // where their registers are few
@@ -173,8 +173,9 @@ struct AdaNormOp {
           shift(static_cast<const U*>(modulation_of<T>(p.shift, row).data)) {}
     // What is past the end is read as the last vector: cheaper than not to.
     __device__ __forceinline__ Loaded load(int column, int dim) const {
-      const int inside = min(column, dim - N);
-      return {Vector<U, N>::load(scale + inside), Vector<U, N>::load(shift + inside)};
+      const int inside = kAligned ? min(column, dim - N) : column;
+      return {load_columns<kAligned, N>(scale, inside, dim),
+              load_columns<kAligned, N>(shift, inside, dim)};
     }
     __device__ __forceinline__ Vector<T, N> map(const Vector<T, N>& s, const Stats& stats,
                                                 const Loaded& loaded) const {
@@ -189,7 +190,7 @@ struct AdaNormOp {
     }
   };
   template <bool kAligned>
-  using PackedColumns = Columns<T, true>;
+  using PackedColumns = Columns<T, true, kAligned>;
 
   // out = (xhat * weight + bias) * (offset + scale) + shift, of any types, read where they are
   // used.
@@ -250,6 +251,8 @@ struct AdaNormOp {
     } else if (kAligned && sizeof(T) != sizeof(float) && p.scale_offset != 0.0f &&
                Columns<float, true>::fits(p)) {
       f(ColumnsTag<Columns<float, true>>{});
+    } else if (!kAligned && p.scale_offset == 0.0f && Columns<T, false>::fits(p)) {
+      f(ColumnsTag<Columns<T, false, false>>{});
     } else {
       f(ColumnsTag<AnyColumns<kAligned>>{});
     }

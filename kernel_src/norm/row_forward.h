@@ -20,6 +20,7 @@
 //   PackedColumns         of In's type: where early(), they are loaded with the row
 //   shares_columns(p)     whether rows have the same
 //   threads, blocks, short_blocks   launch bounds, by which a kernel gets its registers
+//   kMostVectors          whether there is a kernel of kForwardMostVectors a thread
 //
 // Threads, rows and clusters. Grid: x over blocks of rows_per_block * kRows rows (times the
 // cluster). Block: (threads_per_row, rows_per_block).
@@ -93,11 +94,22 @@ __device__ __forceinline__ typename Op::Stats stats_of_rows(
   return typename Op::Stats(p, sums);
 }
 
+// Launch bounds.
 template <typename Op, int kVectors, int kRows, bool kAligned, bool kClusters>
-__global__ void __launch_bounds__(kRows > 1 ? kForwardShortThreads
-                                            : Op::threads(kAligned, kClusters),
-                                  kRows > 1 ? Op::short_blocks(kAligned)
-                                            : Op::blocks(kAligned, kClusters))
+constexpr int forward_threads() {
+  if (kRows > 1) return kForwardShortThreads;
+  return kVectors > kForwardVectors ? kForwardMostVectorThreads : Op::threads(kAligned, kClusters);
+}
+template <typename Op, int kVectors, int kRows, bool kAligned, bool kClusters>
+constexpr int forward_blocks() {
+  if (kRows > 1) return Op::short_blocks(kAligned);
+  if (kVectors > kForwardVectors) return kForwardMostVectorBlocks;
+  return Op::blocks(kAligned, kClusters);
+}
+
+template <typename Op, int kVectors, int kRows, bool kAligned, bool kClusters>
+__global__ void __launch_bounds__(forward_threads<Op, kVectors, kRows, kAligned, kClusters>(),
+                                  forward_blocks<Op, kVectors, kRows, kAligned, kClusters>())
     row_forward_kernel(const typename Op::Params p, const int blocks_in_cluster) {
   using T = typename Op::In;
   using O = typename Op::Out;
@@ -308,6 +320,10 @@ gpuError launch_row_forward(const typename Op::Params& p, const RowPolicy& polic
   };
   if constexpr (kAligned) {
     if (policy.cluster > 1) return launch(&row_forward_kernel<Op, 4, 1, true, true>);
+    if constexpr (Op::kMostVectors) {
+      if (policy.vectors == kForwardMostVectors)
+        return launch(&row_forward_kernel<Op, kForwardMostVectors, 1, true, false>);
+    }
     switch (10 * policy.vectors + policy.rows_per_thread) {
       case 11: return launch(&row_forward_kernel<Op, 1, 1, true, false>);
       case 14: return launch(&row_forward_kernel<Op, 1, 4, true, false>);

@@ -12,13 +12,19 @@ constexpr int kForwardThreads = 512;       // of a block, at most
 constexpr int kForwardShortThreads = 128;  // of a block whose threads have several rows
 constexpr int kForwardVectors = 4;         // of a row in a thread
 
+// Of a row in a thread, where an operator has a kernel with more; the threads of its blocks, at
+// most, and the blocks that a multiprocessor has registers for.
+constexpr int kForwardMostVectors = 8, kForwardMostVectorThreads = 256,
+              kForwardMostVectorBlocks = 3;
+
 // Threads for which a multiprocessor has registers in every forward kernel of one row a thread.
 constexpr int kForwardResidentThreads = 1024;
 
 struct RowForwardShape {
   int64_t rows, dim;
-  int element_size;  // of the inputs
-  bool aligned;      // every row of every tensor starts and ends on a 16-byte boundary
+  int element_size;   // of the inputs
+  bool aligned;       // every row of every tensor starts and ends on a 16-byte boundary
+  bool most_vectors;  // whether there is a kernel with kForwardMostVectors
 };
 
 // How many vectors a thread has does not change the order of a row's sum (norm/row_reduce.h), so it
@@ -45,6 +51,19 @@ inline RowPolicy row_forward_policy(const DeviceInfo& device, const RowForwardSh
   const bool few_rows =
       threads <= kForwardThreads &&
       shape.rows * threads <= int64_t{device.multiprocessors} * kForwardResidentThreads;
+  // What a thread does for a row's moments besides its vectors takes as many instructions as four
+  // of them. Eight pay where a row then has one warp, and there are rows for five waves of them; or
+  // where a block would have more than half of its threads. On an H200, bfloat16: ada_layer_norm of
+  // (32760, 1536) takes 64 us with four and 55 with eight, layer_norm of (4096, 16384) 75 and 70;
+  // but ada_layer_norm of (9984, 2048), three waves, 27 and 29, and layer_norm of (8192, 3072), two
+  // warps, 29 and 33.
+  const int64_t resident_warps = int64_t{device.multiprocessors} * kForwardMostVectorBlocks *
+                                 kForwardMostVectorThreads / kWarpSize;
+  const bool one_warp = count > kWarpSize * kForwardVectors &&
+                        count <= kWarpSize * kForwardMostVectors &&
+                        shape.rows >= 5 * resident_warps;
+  const bool most_vectors =
+      shape.most_vectors && policy.cluster == 1 && (one_warp || count > block_vectors / 2);
   const auto held = [&](int vectors) { return int64_t{threads_for(count, vectors)} * vectors; };
   if (count <= kWarpSize) {
     policy.vectors = 1;
@@ -54,6 +73,8 @@ inline RowPolicy row_forward_policy(const DeviceInfo& device, const RowForwardSh
   } else if (shape.aligned && count <= 2 * kWarpSize) {
     policy.vectors = 2;
     policy.rows_per_thread = 2;
+  } else if (shape.aligned && most_vectors) {
+    policy.vectors = kForwardMostVectors;
   } else if (shape.aligned && 2 * held(kForwardVectors) > 3 * count) {
     // A third of the threads would idle: gate_residual_ada_norm of (16384, 1152) takes 64 us so,
     // and 57 with two vectors.

@@ -4,9 +4,13 @@
 //
 //   vector   N columns         one thread
 //   unit     32 vectors        one warp, which has kVectors of them
-//   quad     4 units           a warp that has four, or a thread that reads those of several warps
-//   block    quads, in order   every thread for itself, after the one barrier
+//   quad     4 units           a warp that has four or eight of them; others after the barrier
+//   block    quads, in pairs   every warp for itself, after the one barrier
 //   row      blocks, in order  every thread, of what the blocks of a cluster send each other
+//
+// After the barrier the lanes of a warp read an entry each, of what the warps have, and add them up
+// as they add up lanes: with every thread going through all entries by itself, most instructions of
+// a layer norm were these.
 //
 // Deviations are from the mean of the part itself: exact in a vector, where all values are in
 // registers. One level up, with d = mean of the part - mean of the whole,
@@ -75,6 +79,7 @@ struct Moments {
   // Those of one vector. kWhole: all or none of its values are inside the row; the others are zero.
   template <bool kWhole, int N>
   static __device__ __forceinline__ Moments of_vector(const float (&values)[N], int count) {
+    if (!kWhole && count >= N) return of_vector<true>(values, N);
     float parts[N];
 #pragma unroll
     for (int k = 0; k < N; ++k) parts[k] = values[k];
@@ -106,9 +111,10 @@ template <int kRows, int kVectors, int N>
 struct RowTree {
   static constexpr int kItems = kRows * kVectors;  // units of a warp: a lane looks after one
   static constexpr int kStep = kWarpSize * N;      // columns of a unit
-  static constexpr bool kQuads = kVectors == 4;
-  static constexpr int kEntries = kQuads ? 1 : kVectors;  // what a warp shares: a quad, or units
-  static_assert(kVectors == 1 || kVectors == 2 || kVectors == 4, "a quad is four units");
+  static constexpr bool kQuads = kVectors >= 4;
+  static constexpr bool kTwoQuads = kVectors == 8;
+  static constexpr int kEntries = kQuads ? kVectors / 4 : kVectors;  // a warp's quads, or units
+  static_assert(kVectors == 1 || kVectors == 2 || kVectors == 4 || kTwoQuads, "units or quads");
 
   // The lanes of a warp that share a row, a power of two. NOTE: rows of several vectors a thread
   // have whole warps.
@@ -129,74 +135,46 @@ struct RowTree {
   }
   static __device__ __forceinline__ int lane_of(int item) { return item * width() / kItems; }
 
+  // Adds what lies `first` lanes apart, and twice as far, up to before `last`.
+  static __device__ __forceinline__ float add_lanes(float value, int first, int last) {
+#pragma unroll
+    for (int i = 1; i < kWarpSize; i *= 2) {
+      if (i >= first && i < last) value += shuffle_xor(value, i, kWarpSize);
+    }
+    return value;
+  }
   // Whether units meet within the warp.
   static __device__ __forceinline__ bool adds_units() {
     return kVectors > 1 && (kQuads || one_warp());
   }
   static __device__ __forceinline__ float add_units(float value) {
-#pragma unroll
-    for (int i = 1; i < kVectors; i *= 2)
-      value += shuffle_xor(value, i * (width() / kItems), width());
-    return value;
+    constexpr int kLanes = kWarpSize / kItems;  // that look after the same unit
+    return add_lanes(value, kLanes, kLanes * (kVectors < 4 ? kVectors : 4));
+  }
+  static __device__ __forceinline__ float add_two_quads(float value) {
+    return kTwoQuads ? add_lanes(value, kWarpSize / 2, kWarpSize) : value;
   }
 
-  // Writes values of this warp's entries to arrays of shared memory, padded with zeros to whole
-  // fours.
+  // This warp's entries go to the block, of which lane i of every warp gets entry i, or zeros past
+  // the last; lanes past span() get them again.
   template <int kValues, typename Scratch>
-  static __device__ __forceinline__ void share(const float (&values)[kValues], Scratch& scratch) {
-    const int entries = static_cast<int>(blockDim.x) / kWarpSize * kEntries;
-    const int item = kQuads ? 0 : own_item();
-    if (lane() == lane_of(item)) {
+  static __device__ __forceinline__ void exchange(float (&values)[kValues], Scratch& scratch) {
+    constexpr int kLanes = kWarpSize / kEntries;  // that have the same entry
+    if (threadIdx.x % kLanes == 0) {
 #pragma unroll
-      for (int k = 0; k < kValues; ++k)
-        scratch.warps[k][static_cast<int>(threadIdx.x) / kWarpSize * kEntries + item] = values[k];
-    }
-    if (static_cast<int>(threadIdx.x) < (4 - entries % 4) % 4) {
-#pragma unroll
-      for (int k = 0; k < kValues; ++k) scratch.warps[k][entries + threadIdx.x] = 0.0f;
+      for (int k = 0; k < kValues; ++k) scratch.warps[k][threadIdx.x / kLanes] = values[k];
     }
     __syncthreads();
+    const int i = entry();
+#pragma unroll
+    for (int k = 0; k < kValues; ++k) values[k] = i < entries() ? scratch.warps[k][i] : 0.0f;
   }
-  template <typename Scratch>
-  static __device__ __forceinline__ void read_four(const Scratch& scratch, int k, int i,
-                                                   float (&v)[4]) {
-    const float4 four = *reinterpret_cast<const float4*>(&scratch.warps[k][4 * i]);
-    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+  static __device__ __forceinline__ int entries() {
+    return static_cast<int>(blockDim.x) / kWarpSize * kEntries;
   }
-  static __device__ __forceinline__ float add_four(const float (&v)[4]) {
-    return (v[0] + v[1]) + (v[2] + v[3]);
-  }
-
-  // f(i, values): of four neighbouring entries. Adds them up over the row: in order, or by four
-  // where they are quads.
-  template <int kValues, typename F>
-  static __device__ __forceinline__ void add_fours(float (&totals)[kValues], F&& f) {
-    const int fours = (static_cast<int>(blockDim.x) / kWarpSize * kEntries + 3) / 4;
-#pragma unroll
-    for (int k = 0; k < kValues; ++k) totals[k] = 0.0f;
-    if constexpr (kQuads) {
-#pragma unroll 4
-      for (int i = 0; i < fours; ++i) {
-        float values[kValues];
-        f(i, values);
-#pragma unroll
-        for (int k = 0; k < kValues; ++k) totals[k] += values[k];
-      }
-    } else {
-      for (int i = 0; i < fours; i += 4) {
-        float quads[4][kValues];
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-#pragma unroll
-          for (int k = 0; k < kValues; ++k) quads[q][k] = 0.0f;
-          if (i + q < fours) f(i + q, quads[q]);
-        }
-#pragma unroll
-        for (int k = 0; k < kValues; ++k)
-          totals[k] += (quads[0][k] + quads[1][k]) + (quads[2][k] + quads[3][k]);
-      }
-    }
-  }
+  // The power of two that holds them, and a quad at least; which of them this lane has.
+  static __device__ __forceinline__ int span() { return max(4, 1 << (32 - __clz(entries() - 1))); }
+  static __device__ __forceinline__ int entry() { return lane() & (span() - 1); }
 
   // Each block sends its sums to every block of the cluster.
   template <int kSums, typename Scratch>
@@ -223,18 +201,15 @@ __device__ __forceinline__ void reduce_row(float (&items)[kRows * kVectors][kSum
   warp_sums_of_rows(items, sums, Tree::width());
   if (Tree::adds_units()) {
 #pragma unroll
-    for (int k = 0; k < kSums; ++k) sums[k] = Tree::add_units(sums[k]);
+    for (int k = 0; k < kSums; ++k) {
+      sums[k] = Tree::add_units(sums[k]);
+      if (Tree::one_warp()) sums[k] = Tree::add_two_quads(sums[k]);
+    }
   }
   if (kRows > 1 || Tree::one_warp()) return;
-  Tree::share(sums, scratch);
-  Tree::add_fours(sums, [&](int i, float(&values)[kSums]) {
+  Tree::exchange(sums, scratch);
 #pragma unroll
-    for (int k = 0; k < kSums; ++k) {
-      float v[4];
-      Tree::read_four(scratch, k, i, v);
-      values[k] = Tree::add_four(v);
-    }
-  });
+  for (int k = 0; k < kSums; ++k) sums[k] = Tree::add_lanes(sums[k], 1, Tree::span());
   if (cluster == 1) return;
   Tree::send(sums, cluster, scratch);
 #pragma unroll
@@ -282,68 +257,52 @@ __device__ __forceinline__ Moments<kRest> reduce_row(Moments<kRest> (&items)[kRo
   warp_sums_of_rows(others, sums, width);
   set(own, sums);
 
+  // One level up: `own` is moved to the mean of what it is part of, and added to the other parts.
+  const auto meet = [&](float mean_of_all, const auto& add) {
+    own.move(mean - mean_of_all, count);
+    own.squares = add(own.squares);
+    if (kRest) own.rest = add(own.rest);
+    mean = mean_of_all;
+  };
+
   // Quads of a warp.
   if (Tree::adds_units()) {
     own.sum = Tree::add_units(own.sum);
-    const float count_of_all = static_cast<float>(part.count(part.warp_start, kVectors * kStep));
-    const float mean_of_all = mean_of(own.sum, count_of_all);
-    own.move(mean - mean_of_all, count);
-    own.squares = Tree::add_units(own.squares);
-    if (kRest) own.rest = Tree::add_units(own.rest);
+    constexpr int kColumns = (kVectors < 4 ? kVectors : 4) * kStep;
+    const int start = part.warp_start + (Tree::kTwoQuads ? Tree::own_item() / 4 * kColumns : 0);
+    const float count_of_all = static_cast<float>(part.count(start, kColumns));
+    meet(mean_of(own.sum, count_of_all), [](float v) { return Tree::add_units(v); });
     count = count_of_all;
-    mean = mean_of_all;
   }
   if (kRows > 1 || Tree::one_warp()) {
-    own.sum /= static_cast<float>(part.dim);
-    own.move(mean - own.sum, count);
+    own.sum = mean_of(Tree::add_two_quads(own.sum), static_cast<float>(part.dim));
+    meet(own.sum, [](float v) { return Tree::add_two_quads(v); });
     return own;
   }
 
-  // The block: entries have values of which the first four are as follows.
-  enum { kSum, kSquares, kCount, kMean, kRestOf };
-  if constexpr (kRest) {
-    Tree::share({own.sum, own.squares, count, mean, own.rest}, scratch);
-  } else {
-    Tree::share({own.sum, own.squares, count, mean}, scratch);
+  // The block.
+  float entry[M::kShared] = {own.sum, own.squares, count, mean};
+  if (kRest) entry[4] = own.rest;
+  Tree::exchange(entry, scratch);
+  own = {entry[0], entry[1], kRest ? entry[4] : 0.0f};
+  count = entry[2], mean = entry[3];
+  if constexpr (!Tree::kQuads) {
+    own.sum = Tree::add_lanes(own.sum, 1, 4);
+    const int start = part.block_start + Tree::entry() / 4 * (4 * kStep);
+    const float count_of_all = static_cast<float>(part.count(start, 4 * kStep));
+    meet(mean_of(own.sum, count_of_all), [](float v) { return Tree::add_lanes(v, 1, 4); });
+    count = count_of_all;
   }
-  Tree::add_fours(sum, [&](int i, float(&values)[1]) {
-    float v[4];
-    Tree::read_four(scratch, kSum, i, v);
-    values[0] = Tree::add_four(v);
-  });
-  own.sum = sum[0];
+  const auto add_quads = [](float v) {
+    return Tree::add_lanes(v, Tree::kQuads ? 1 : 4, Tree::span());
+  };
+  own.sum = add_quads(own.sum);
   const auto block_count = [&](int i) {
     const int slice = static_cast<int>(blockDim.x) * kVectors * N;
     return static_cast<float>(max(0, min(part.dim - i * slice, slice)));
   };
-  mean = cluster == 1 ? own.sum / static_cast<float>(part.dim)
-                      : mean_of(own.sum, block_count(cluster_rank()));
-  Tree::add_fours(sums, [&](int i, float(&values)[kSums - 1]) {
-    float squares[4], counts[4], means[4], rests[4] = {};
-    Tree::read_four(scratch, kSquares, i, squares);
-    Tree::read_four(scratch, kCount, i, counts);
-    Tree::read_four(scratch, kMean, i, means);
-    if (kRest) Tree::read_four(scratch, kRestOf, i, rests);
-    float quad_mean = mean, quad_count = 0.0f;
-    if constexpr (!Tree::kQuads) {
-      float of_four[4];
-      Tree::read_four(scratch, kSum, i, of_four);
-      quad_count = Tree::add_four(counts);
-      quad_mean = mean_of(Tree::add_four(of_four), quad_count);
-    }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      M m{0.0f, squares[e], rests[e]};
-      m.move(means[e] - quad_mean, counts[e]);
-      squares[e] = m.squares;
-      rests[e] = m.rest;
-    }
-    M m{0.0f, Tree::add_four(squares), kRest ? Tree::add_four(rests) : 0.0f};
-    if constexpr (!Tree::kQuads) m.move(quad_mean - mean, quad_count);
-    values[0] = m.squares;
-    if (kRest) values[kSums - 2] = m.rest;
-  });
-  set(own, sums);
+  const float inside = cluster == 1 ? static_cast<float>(part.dim) : block_count(cluster_rank());
+  meet(mean_of(own.sum, inside), add_quads);
   if (cluster == 1) {
     own.sum = mean;
     return own;
