@@ -203,6 +203,28 @@ def test_a_large_mean_costs_no_accuracy(fuselage, device, dtype, mean, dim):
     assert (actual.double() - expected).abs().max() <= 0.02 + 2**-21 * terms.max()
 
 
+# Of many rows, one warp each; and of few, blocks of many threads: threads of eight vectors.
+@each_dtype
+@on_devices((), (1152, 2048, 12288, 16384))
+def test_many_rows_have_the_bits_of_few(fuselage, device, dtype, dim):
+    dim //= dtype.itemsize // 2
+    rows = 16000 if dim <= 2048 else 100
+    x = normal((rows, dim), dtype, device, mean=3.0)
+    weight, bias = normal((dim,), dtype, device), normal((dim,), dtype, device)
+    scale, shift = normal((dim,), torch.float32, device), normal((dim,), torch.float32, device)
+    some = slice(rows // 2, rows // 2 + 7)
+    moved = torch.empty(rows * dim + 1, dtype=dtype, device=device)[1:].view(rows, dim).copy_(x)
+    for call in (
+        lambda x: fuselage.layer_norm(x, weight, bias),
+        lambda x: fuselage.ada_layer_norm(x, scale, shift),
+        lambda x: fuselage.ada_rms_norm(x, scale, shift),
+    ):
+        out = call(x)
+        assert_same_bits(call(x[some]), out[some], "few rows")
+        assert_same_bits(call(moved), out, "rows off a boundary")
+    check_values(LAYER_NORM, fuselage, {"x": x[some], "weight": weight, "bias": bias}, {})
+
+
 @pytest.mark.parametrize("value", [991.0, 997.5, 3008.0, 9.9766, -0.1])
 def test_rows_of_equal_elements_are_zero(fuselage, device, value):
     """What is left of the deviations from their mean would be made a number of any size by rstd."""
