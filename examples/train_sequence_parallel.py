@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Trains a Llama on several GPUs: tensor and sequence parallel, with fuselage's operators.
 
-`make build` first. The weights and the text are random: nothing is downloaded. Without GPUs it runs
-small, over Gloo.
+`make build` first. The weights and the text are random: nothing is downloaded. Without a GPU for
+each process it runs small, over Gloo.
 
     torchrun --nproc-per-node 2 examples/train_sequence_parallel.py
     torchrun --nproc-per-node 8 examples/train_sequence_parallel.py --layers 32 --hidden 4096
@@ -73,6 +73,8 @@ def train(model: torch.nn.Module, options: argparse.Namespace, device: str) -> l
 
 def main() -> None:
     kernel, device = load()
+    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = "cpu"
     options = parse_arguments(device)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -320,7 +320,7 @@ def incoming(draw: Draw, call: Call, outputs: dict) -> tuple[dict, tuple[str, ..
     grads = {}
     for name in used:
         values = draw.change(normal(outputs[name].shape, outputs[name].dtype, "cpu"), call.regime)
-        if name == "out" and "new_residual" in outputs:
+        if name == "out" and "new_residual" in outputs and values.numel() > 0:
             # NOTE: of a row of zeros, the kernels take it that its result is not used.
             values[(values == 0).all(-1), 0] = 1
         grads[name] = draw.lay_out(f"grad_{name}", values)
