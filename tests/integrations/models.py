@@ -27,7 +27,7 @@ SIZES = {
 }
 
 
-def build(name: str, device: str = "cpu") -> nn.Module:
+def build(name: str, device: str = "cpu", **options) -> nn.Module:
     """The causal language model `name`, such as Llama, in float32, without dropout."""
     import transformers
 
@@ -39,7 +39,7 @@ def build(name: str, device: str = "cpu") -> nn.Module:
     if name in ("Qwen3", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3", "GptOss"):
         special["head_dim"] = 16
     config = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
-    config = getattr(transformers, config)(**SIZES, **special)
+    config = getattr(transformers, config)(**SIZES, **special, **options)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     randomise(model)
     return model.to(device).eval()

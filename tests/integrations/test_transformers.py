@@ -602,7 +602,7 @@ def test_the_hooks_of_accelerate(integration, fuselage, device):
             assert logits(model, tokens(device=device)).shape == expected.shape
         assert norms_in(counts) == 5
         hooks.remove_hook_from_submodules(model)
-        assert integration.unpatch(model) == 11
+        assert integration.unpatch(model) == 12
 
 
 # patch: what it recognises, and what it does not

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import layers
+from ._attention import recognise_causal_model
 from ._blocks import recognise_decoder_layer
 from ._gates import recognise_activation, recognise_experts_gate, recognise_gated_mlp
 from ._norms import recognise_norm
@@ -165,7 +166,7 @@ PARTS = (
     recognise_activation,
     recognise_rotary_attention,
 )
-BLOCKS = (recognise_decoder_layer,)
+BLOCKS = (recognise_decoder_layer, recognise_causal_model)
 
 
 def patch(model: torch.nn.Module) -> Report:
