@@ -111,6 +111,29 @@ def test_full_size_is_verified_in_float32(main, scenarios, fuselage, monkeypatch
     assert ("FAILED: not timed" in capsys.readouterr().out) == (not right)
 
 
+def test_what_is_wrong_when_compiled_is_left_out(main, scenarios, fuselage, capsys):
+    from benchmarks.end_to_end import cli
+
+    scenario = scenarios.prefill("cpu", True, 1)
+    off = lambda **inputs: SimpleNamespace(logits=1.01 * scenario.model(**inputs).logits)  # noqa: E731
+    scenario.compiled = lambda: (off, lambda: None)
+    options = cli.parse_arguments(["--quick", "--seconds", "0.01"])
+    record = cli.run(scenario, fuselage.integrations.transformers, options, "cpu", None)
+    assert not record["verified"] and list(record["columns"]) == ["eager", "eager + fuselage"]
+    assert capsys.readouterr().out.count("FAILED: torch.compile") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3-prefill-whole", "olmo2-training-whole"])
+def test_models_compiled_whole(main, tmp_path, name):
+    path = tmp_path / "results.json"
+    options = ["--quick", "--device", "cpu", "--only", name, "--output", str(path)]
+    assert main(options) == 0
+    (case,) = json.loads(path.read_text())["cases"].values()
+    assert len(case["columns"]) == 4 and "compiled whole" in case["notes"]
+    assert all(column["error"] <= 1e-4 for column in case["columns"].values())
+
+
 def test_what_is_before_a_step_is_not_timed(main, scenarios, monkeypatch):
     from benchmarks.end_to_end import measure
 
@@ -119,7 +142,7 @@ def test_what_is_before_a_step_is_not_timed(main, scenarios, monkeypatch):
     found = measure.times(lambda: order.append("step"), "cpu", 0.0, least=3, before=prepare)
     assert order == ["before", "step"] * 5 and max(found) < 20
     rewinds = []
-    scenario = scenarios.llama_decode("cpu", True, 1)
+    scenario = scenarios.decode("cpu", True, 1)
     scenario.before()
     monkeypatch.setattr(scenarios, "_rewind", lambda *args: rewinds.append(args))
     scenario.step(scenario.model)

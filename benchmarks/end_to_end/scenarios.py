@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -19,7 +20,7 @@ class Scenario:
         title: Model, shape and dtype, for the table.
         model: With its weights, on the device.
         step: Runs it once, with the model to call: the model itself, or compiled.
-        outputs: What must agree with the plain model's, from a run of its own.
+        outputs: What must agree with the plain model's, from a run of its own, with what to call.
         compiled: Compiles the model in place, and returns what to call and what undoes it.
         integration: The part of fuselage.integrations that patches it.
         before: What each step needs before it, and what is not timed.
@@ -30,7 +31,7 @@ class Scenario:
     title: str
     model: torch.nn.Module
     step: Callable[[Callable], object]
-    outputs: Callable[[], tuple[torch.Tensor, ...]]
+    outputs: Callable[[Callable], tuple[torch.Tensor, ...]]
     compiled: Callable[[], tuple[Callable, Callable[[], None]]]
     integration: str
     before: Callable[[], object] = nothing
@@ -38,17 +39,51 @@ class Scenario:
     notes: list[str] = field(default_factory=list)
 
 
-LLAMA_3_8B = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
+# Causal language models, by the name of their classes.
+SHAPES = {
+    "Llama": {
+        "title": "Llama-3-8B shape",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+    },
+    "Qwen3": {
+        "title": "Qwen3-8B shape",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "Gemma3": {
+        "title": "Gemma-3-4B shape",
+        "vocab_size": 262208,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 1024,
+    },
+    "Olmo2": {
+        "title": "OLMo-2-7B shape",
+        "vocab_size": 100352,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
 }
-SMALL_LLAMA = {
+SMALL = {
     "vocab_size": 512,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -59,6 +94,7 @@ SMALL_LLAMA = {
 # Of 8B with 4096 tokens: weights, gradients, AdamW's averages and activations of a layer, and the
 # same of embedding, head, logits and loss.
 TRAINING_BYTES_A_LAYER, TRAINING_BYTES = 3.0 * 2**30, 22 * 2**30
+LAYERS_COMPILED_WHOLE = 8
 
 
 @contextmanager
@@ -73,24 +109,39 @@ def created_on(device: str, dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def llama(device: str, quick: bool, layers: int | None, exact: bool, training: bool = False):
-    """The model, its title and notes."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def causal_model(
+    device: str,
+    quick: bool,
+    layers: int | None,
+    exact: bool,
+    training: bool = False,
+    kind: str = "Llama",
+    whole: bool = False,
+):
+    """The model, its title and notes. What is compiled whole has few layers, if not told how many:
+    compiling takes the longer the more there are.
+    """
+    import transformers
 
-    sizes = dict(SMALL_LLAMA if quick else LLAMA_3_8B)
-    whole = sizes["num_hidden_layers"]
+    sizes = {**SHAPES[kind], **(SMALL if quick else {})}
+    title = sizes.pop("title")
+    all_layers = sizes["num_hidden_layers"]
+    if whole and layers is None:
+        layers = min(all_layers, LAYERS_COMPILED_WHOLE)
     if training and not quick and layers is None:
         free = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
-        layers = max(1, min(whole, int((free - TRAINING_BYTES) / TRAINING_BYTES_A_LAYER)))
-    sizes["num_hidden_layers"] = layers or whole
+        layers = int((free - TRAINING_BYTES) / TRAINING_BYTES_A_LAYER)
+        layers = max(1, min(all_layers, layers))
+    sizes["num_hidden_layers"] = layers or all_layers
     dtype = torch.float32 if quick or exact else torch.bfloat16
+    config = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")
     with created_on(device, dtype):
-        model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False)).eval()
-    name = "small Llama" if quick else "Llama-3-8B shape"
+        model = getattr(transformers, f"{kind}ForCausalLM")(config(**sizes, use_cache=False))
     notes = []
-    if sizes["num_hidden_layers"] != whole:
-        notes.append(f"{sizes['num_hidden_layers']} of {whole} layers")
-    return model, f"{name}, {'fp32' if quick or exact else 'bf16'}", notes
+    if sizes["num_hidden_layers"] != all_layers:
+        notes.append(f"{sizes['num_hidden_layers']} of {all_layers} layers")
+    name = f"small {kind}" if quick else title
+    return model.eval(), f"{name}, {'fp32' if quick or exact else 'bf16'}", notes
 
 
 def compiled_blocks(blocks: list[torch.nn.Module], model: torch.nn.Module):
@@ -113,9 +164,34 @@ def compiled_blocks(blocks: list[torch.nn.Module], model: torch.nn.Module):
 BLOCKS_NOTE = "compiled block by block (fullgraph), as all blocks are alike"
 
 
-def llama_prefill(device: str, quick: bool, layers: int | None, exact: bool = False) -> Scenario:
+def compiled_whole(model: torch.nn.Module):
+    """Compiles the model, masks included."""
+
+    def compile() -> tuple[Callable, Callable[[], None]]:
+        torch._dynamo.reset()
+        return torch.compile(model), torch._dynamo.reset
+
+    return compile
+
+
+def how_compiled(model: torch.nn.Module, whole: bool) -> tuple[Callable, str]:
+    """What compiles a causal model, and the note on it."""
+    if whole:
+        return compiled_whole(model), "compiled whole"
+    return compiled_blocks(list(model.model.layers), model), BLOCKS_NOTE
+
+
+def prefill(
+    device: str,
+    quick: bool,
+    layers: int | None,
+    exact: bool = False,
+    kind: str = "Llama",
+    whole: bool = False,
+) -> Scenario:
     """Logits of the last token of prompts."""
-    model, title, notes = llama(device, quick, layers, exact)
+    model, title, notes = causal_model(device, quick, layers, exact, kind=kind, whole=whole)
+    compile, note = how_compiled(model, whole)
     batch, tokens = (2, 64) if quick else (2, 4096)
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=device)
 
@@ -127,18 +203,18 @@ def llama_prefill(device: str, quick: bool, layers: int | None, exact: bool = Fa
         title=f"{title}: prefill of {batch}x{tokens} tokens",
         model=model,
         step=step,
-        outputs=lambda: (step(model),),
-        compiled=compiled_blocks(list(model.model.layers), model),
+        outputs=lambda call: (step(call),),
+        compiled=compile,
         integration="transformers",
-        notes=[*notes, BLOCKS_NOTE],
+        notes=[*notes, note],
     )
 
 
-def llama_decode(device: str, quick: bool, layers: int | None, exact: bool = False) -> Scenario:
+def decode(device: str, quick: bool, layers: int | None, exact: bool = False) -> Scenario:
     """One token for each sequence, with a static cache."""
     from transformers import StaticCache
 
-    model, title, notes = llama(device, quick, layers, exact)
+    model, title, notes = causal_model(device, quick, layers, exact)
     batch, context = (2, 32) if quick else (8, 1024)
     ids = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
     cache = StaticCache(config=model.config, max_cache_len=context + 1)
@@ -155,9 +231,9 @@ def llama_decode(device: str, quick: bool, layers: int | None, exact: bool = Fal
             input_ids=ids[:, -1:], position_ids=position, past_key_values=cache, use_cache=True
         ).logits
 
-    def outputs() -> tuple[torch.Tensor, ...]:
+    def outputs(call: Callable) -> tuple[torch.Tensor, ...]:
         fill()
-        return (step(model),)
+        return (step(call).clone(),)  # a CUDA graph writes to the same memory again
 
     def compile() -> tuple[Callable, Callable[[], None]]:
         torch._dynamo.reset()
@@ -166,7 +242,7 @@ def llama_decode(device: str, quick: bool, layers: int | None, exact: bool = Fal
         mode = "reduce-overhead" if device == "cuda" else "default"
         return torch.compile(model, mode=mode), torch._dynamo.reset
 
-    outputs()  # fills the cache
+    fill()
     return Scenario(
         title=f"{title}: decode, {batch} sequences after {context} tokens",
         model=model,
@@ -191,9 +267,17 @@ def _rewind(cache, length: int) -> None:
                 setattr(layer, name, length)
 
 
-def llama_training(device: str, quick: bool, layers: int | None, exact: bool = False) -> Scenario:
+def training(
+    device: str,
+    quick: bool,
+    layers: int | None,
+    exact: bool = False,
+    kind: str = "Llama",
+    whole: bool = False,
+) -> Scenario:
     """Forward, loss, backward and AdamW."""
-    model, title, notes = llama(device, quick, layers, exact, training=True)
+    model, title, notes = causal_model(device, quick, layers, exact, True, kind, whole)
+    compile, note = how_compiled(model, whole)
     model.train()
     batch, tokens = (2, 64) if quick else (1, 4096)
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=device)
@@ -208,21 +292,22 @@ def llama_training(device: str, quick: bool, layers: int | None, exact: bool = F
         optimizer.step()
         optimizer.zero_grad()
 
-    def outputs() -> tuple[torch.Tensor, ...]:
-        loss = loss_of(model)
+    def outputs(call: Callable) -> tuple[torch.Tensor, ...]:
+        loss = loss_of(call)
         loss.backward()
-        norms = [model.model.norm.weight.grad, model.model.layers[0].input_layernorm.weight.grad]
+        norms = (model.model.norm, model.model.layers[0].post_attention_layernorm)
+        gradients = [norm.weight.grad for norm in norms]
         optimizer.zero_grad()
-        return loss.detach(), *norms
+        return loss.detach(), *gradients
 
     return Scenario(
         title=f"{title}: training step of {batch}x{tokens} tokens, AdamW",
         model=model,
         step=step,
         outputs=outputs,
-        compiled=compiled_blocks(list(model.model.layers), model),
+        compiled=compile,
         integration="transformers",
-        notes=[*notes, BLOCKS_NOTE],
+        notes=[*notes, note],
     )
 
 
@@ -266,7 +351,7 @@ def ltx_video(device: str, quick: bool, layers: int | None, exact: bool = False)
         f"{pixel_height}x{pixel_width}, {steps} steps, with guidance (batch 2)",
         model=model,
         step=step,
-        outputs=lambda: (step(model),),
+        outputs=lambda call: (step(call),),
         compiled=compiled_blocks(list(model.transformer_blocks), model),
         integration="diffusers",
         per_sample=steps,
@@ -276,8 +361,13 @@ def ltx_video(device: str, quick: bool, layers: int | None, exact: bool = False)
 
 # With `exact`, in float32.
 SCENARIOS: dict[str, Callable[..., Scenario]] = {
-    "llama-prefill": llama_prefill,
-    "llama-decode": llama_decode,
-    "llama-training": llama_training,
+    "llama-prefill": prefill,
+    "llama-decode": decode,
+    "llama-training": training,
     "ltx-video": ltx_video,
+    **{
+        f"{kind.lower()}-{factory.__name__}-whole": partial(factory, kind=kind, whole=True)
+        for kind in SHAPES
+        for factory in (prefill, training)
+    },
 }
