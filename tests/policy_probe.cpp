@@ -223,7 +223,7 @@ void rms_norm_forward(const DeviceInfo& device, Report& report) {
                         {p.out, dim, dim, dtype_size(out)},
                         {p.weight, 0, dim, 4}});
         expect_forward_row(report, device, rms_norm_forward_policy(device, aligned, p),
-                           {rows, dim, size, aligned, false});
+                           {rows, dim, size, aligned, false, !residual});
       }
     });
   });
@@ -289,7 +289,7 @@ void ada_norm_forward(const DeviceInfo& device, Report& report) {
                         {p.gate.data, 0, dim, size},
                         {p.scale.data, stride, dim, 4}});
         expect_forward_row(report, device, ada_norm_forward_policy(device, aligned, p),
-                           {rows, dim, size, aligned, true});
+                           {rows, dim, size, aligned, true, false});
       }
     });
   }

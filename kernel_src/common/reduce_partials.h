@@ -18,7 +18,8 @@
 //
 // Block: (columns, lanes). Lane y has share y % shares of the parts of a group, and with totals 32
 // / shares groups are side by side in it; without, a block has one group. The kernel starts while
-// the first stage ends (PDL).
+// the first stage ends (PDL), and then is all latency: a thread has up to kPartsAhead parts under
+// way at once.
 #pragma once
 
 #include <algorithm>
@@ -40,69 +41,89 @@ constexpr int kReduceThreads = 1024;
 
 namespace {
 
-// Sums of kCount values over the lanes y, y + step, ... of a column, `count` of them, in lane y
-// alone: every fourth in order, and these four in pairs, which rounds less than one after the
-// other. All threads call together.
+// Sums of kCount values over the lanes y, y + step, ... of a column, `count` of them, a power of
+// two, in lane y alone: every fourth in order, and these four in pairs, which rounds less than one
+// after the other. All threads call together; before the next time, they meet.
 template <int kCount>
 __device__ __forceinline__ void add_lanes(float (&values)[kCount], float* scratch, int step,
                                           int count, bool adds) {
   const int own = threadIdx.y * blockDim.x + threadIdx.x;
-  __syncthreads();
 #pragma unroll
   for (int k = 0; k < kCount; ++k) scratch[k * kReduceThreads + own] = values[k];
   __syncthreads();
   if (!adds) return;
-  const float* lanes = scratch + own;
   const int pitch = step * static_cast<int>(blockDim.x);
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
+    const float* lanes = scratch + k * kReduceThreads + own;
     float four[4] = {};
+#pragma unroll 2
     for (int i = 0; i < count; i += 4) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        four[j] += i + j < count ? lanes[k * kReduceThreads + (i + j) * pitch] : 0.0f;
+      for (int j = 0; j < 4; ++j) four[j] += j < count ? lanes[(i + j) * pitch] : 0.0f;
     }
     values[k] = (four[0] + four[1]) + (four[2] + four[3]);
   }
 }
 
+// Parts under way in a thread: all that it has of a GPU's blocks, of one kind.
+constexpr int parts_ahead(int kinds) { return kinds == 1 ? 8 : 5; }
+
 template <typename Finish>
 __global__ void __launch_bounds__(kReduceThreads)
-    reduce_partials_kernel(const PartialSums partials, const int shares, const Finish finish) {
-  constexpr int kKinds = Finish::kKinds;
+    reduce_partials_kernel(const PartialSums partials, const int log2_shares, const Finish finish) {
+  constexpr int kKinds = Finish::kKinds, kPartsAhead = parts_ahead(kKinds);
   constexpr int kTotals = Finish::kTotals > 0 ? Finish::kTotals : 1;
   constexpr bool kHasTotals = Finish::kTotals > 0;
   __shared__ float scratch[(kKinds > kTotals ? kKinds : kTotals) * kReduceThreads];
   const int64_t column = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const int share = threadIdx.y % shares;
-  const int side_by_side = blockDim.y / shares;
-  const auto columns = finish.load(column, column < partials.columns);
+  const int shares = 1 << log2_shares, parts = static_cast<int>(partials.parts);
+  const int share = static_cast<int>(threadIdx.y) & (shares - 1);
+  const int side_by_side = static_cast<int>(blockDim.y) >> log2_shares;
+  const int64_t part_size = partials.kinds * partials.columns, group_size = parts * part_size;
+  const int64_t step = part_size << log2_shares;  // between the parts of a thread
+  const bool has_column = column < partials.columns;
+  const auto columns = finish.load(column, has_column);
   float totals[kTotals] = {};
-  grid_dependency_wait();
   int64_t first = kHasTotals ? 0 : int64_t{blockIdx.y};
+  int64_t group = first + (threadIdx.y >> log2_shares);
+  const float* of_group = partials.data + group * group_size + share * part_size + column;
+  grid_dependency_wait();
   for (; first < partials.groups; first += side_by_side) {
-    const int64_t group = first + threadIdx.y / shares;
-    const bool inside = group < partials.groups && column < partials.columns;
+    const bool inside = group < partials.groups && has_column;
     float sums[kKinds] = {};
     if (inside) {
-      const int64_t part_size = partials.kinds * partials.columns;
-      const float* of_group = partials.data + group * partials.parts * part_size + column;
-#pragma unroll 8
-      for (int64_t i = share; i < partials.parts; i += shares) {
+      const float* part = of_group;
+#pragma unroll 1
+      for (int i = share; i < parts; i += kPartsAhead << log2_shares) {
+        float values[kPartsAhead][kKinds];
 #pragma unroll
-        for (int k = 0; k < kKinds; ++k) {
-          if (kKinds == 1 || k < partials.kinds)
-            sums[k] += of_group[i * part_size + k * partials.columns];
+        for (int j = 0; j < kPartsAhead; ++j) {
+          const bool there = i + (j << log2_shares) < parts;
+#pragma unroll
+          for (int k = 0; k < kKinds; ++k) {
+            const bool kept = there && (kKinds == 1 || k < partials.kinds);
+            values[j][k] = kept ? part[j * step + k * partials.columns] : 0.0f;
+          }
         }
+#pragma unroll
+        for (int j = 0; j < kPartsAhead; ++j) {
+#pragma unroll
+          for (int k = 0; k < kKinds; ++k) sums[k] += values[j][k];
+        }
+        part += kPartsAhead * step;
       }
     }
     if (shares > 1) add_lanes(sums, scratch, 1, shares, share == 0);
     if (share == 0 && inside) finish.group(columns, group, column, sums, totals);
     if (!kHasTotals) return;
+    group += side_by_side;
+    of_group += side_by_side * group_size;
+    __syncthreads();
   }
   if constexpr (kHasTotals) {
     if (side_by_side > 1) add_lanes(totals, scratch, shares, side_by_side, threadIdx.y == 0);
-    if (threadIdx.y == 0 && column < partials.columns) finish.all(columns, column, totals);
+    if (threadIdx.y == 0 && has_column) finish.all(columns, column, totals);
   }
 }
 
@@ -125,8 +146,9 @@ struct WriteColumns {
 template <typename Finish>
 gpuError reduce_partials(const PartialSums& partials, gpuStream stream, const Finish& finish) {
   // Four parts or more a thread, where there are enough.
-  const int shares =
-      static_cast<int>(std::clamp<int64_t>(next_power_of_two(ceil_div(partials.parts, 4)), 1, 32));
+  int log2_shares = 0;
+  while (log2_shares < 5 && (4 << log2_shares) < partials.parts) ++log2_shares;
+  const int shares = 1 << log2_shares;
   int lanes = shares;
   if (Finish::kTotals > 0) {
     lanes *= static_cast<int>(std::min<int64_t>(32 / shares, next_power_of_two(partials.groups)));
@@ -134,7 +156,7 @@ gpuError reduce_partials(const PartialSums& partials, gpuStream stream, const Fi
   const int columns = kReduceThreads / lanes;
   const dim3 grid(ceil_div(partials.columns, columns), Finish::kTotals > 0 ? 1 : partials.groups);
   return gpu_launch_after(&reduce_partials_kernel<Finish>, grid, dim3(columns, lanes), stream,
-                          partials, shares, finish);
+                          partials, log2_shares, finish);
 }
 
 }  // namespace

@@ -45,8 +45,8 @@ inline bool is_aligned(const AdaNormBackward& p) {
 
 inline RowPolicy ada_norm_forward_policy(const DeviceInfo& device, bool aligned,
                                          const AdaNormForward& p) {
-  return row_forward_policy(device,
-                            {p.rows, p.dim, dtype_size(p.dtype), aligned, p.residual == nullptr});
+  return row_forward_policy(
+      device, {p.rows, p.dim, dtype_size(p.dtype), aligned, p.residual == nullptr, false});
 }
 
 // Whether x was gated or added to a residual, so that there may be more than its gradient. Without

@@ -38,7 +38,8 @@ constexpr int kMaxThreads = 512;  // as the kernels' launch bounds
 
 inline RowPolicy rms_norm_forward_policy(const DeviceInfo& device, bool aligned,
                                          const RmsNormForward& p) {
-  return row_forward_policy(device, {p.rows, p.dim, dtype_size(p.x_dtype), aligned, false});
+  const bool light = p.residual == nullptr;
+  return row_forward_policy(device, {p.rows, p.dim, dtype_size(p.x_dtype), aligned, false, light});
 }
 
 // A thread of the backward accumulates the weight gradient of its columns in registers.

@@ -25,6 +25,7 @@ struct RowForwardShape {
   int element_size;   // of the inputs
   bool aligned;       // every row of every tensor starts and ends on a 16-byte boundary
   bool most_vectors;  // whether there is a kernel with kForwardMostVectors
+  bool light;         // one sum of one input: little besides the loads
 };
 
 // How many vectors a thread has does not change the order of a row's sum (norm/row_reduce.h), so it
@@ -47,10 +48,13 @@ inline RowPolicy row_forward_policy(const DeviceInfo& device, const RowForwardSh
   // the GPU at once, time is latency, and more threads have fewer vectors. On an H200, bfloat16:
   // layer_norm of (1024, 2048) takes 5.7 us with two vectors, 5.3 with four; ada_layer_norm of
   // (154, 2048) 3.5 with one, 3.2 with two, 3.8 with four.
-  const int64_t threads = threads_for(count, 1);
-  const bool few_rows =
-      threads <= kForwardThreads &&
-      shape.rows * threads <= int64_t{device.multiprocessors} * kForwardResidentThreads;
+  const auto all_resident = [&](int vectors) {
+    const int64_t threads = threads_for(count, vectors);
+    return threads <= kForwardThreads &&
+           shape.rows * threads <= int64_t{device.multiprocessors} * kForwardResidentThreads;
+  };
+  // rms_norm of (1024, 2048) took 4.1 us with two vectors before it came here, and 4.6 with four.
+  const bool few_rows = all_resident(1), two_pay = few_rows || (shape.light && all_resident(2));
   // What a thread does for a row's moments besides its vectors takes as many instructions as four
   // of them. Eight pay where a row then has one warp, and there are rows for five waves of them; or
   // where a block would have more than half of its threads. On an H200, bfloat16: ada_layer_norm of
@@ -68,7 +72,7 @@ inline RowPolicy row_forward_policy(const DeviceInfo& device, const RowForwardSh
   if (count <= kWarpSize) {
     policy.vectors = 1;
     if (!few_rows) policy.rows_per_thread = 4;
-  } else if (shape.aligned && few_rows) {
+  } else if (shape.aligned && two_pay) {
     policy.vectors = 2;
   } else if (shape.aligned && count <= 2 * kWarpSize) {
     policy.vectors = 2;
