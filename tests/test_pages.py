@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import kernels
 import pytest
 import torch
 from conftest import REPO_DIR, kernel_backend
+
+sys.path.insert(0, str(REPO_DIR / "tools"))
+
+import site_plots
 
 DOCS = REPO_DIR / "docs"
 EXAMPLES = ("quickstart", "training", "serving", "numerics")
@@ -93,6 +99,37 @@ def test_the_site_has_every_page():
     outside = dict(re.findall(r'^    "([\w./-]+\.md)": "([\w./]+)"', hooks, re.M))
     assert all((REPO_DIR / path).is_file() for path in outside)
     assert listed == pages | {*outside.values()}
+
+
+def test_every_operator_that_was_measured_has_a_plot():
+    """On its page, with a bar and a title of its time for each case."""
+    cases = json.loads(site_plots.RESULTS.read_text("utf-8"))["cases"].values()
+    pages = "".join(
+        site_plots.with_plots(page.read_text("utf-8")) for page in DOCS.glob("reference/*.md")
+    )
+    figures = [ElementTree.fromstring(f) for f in re.findall(r"<figure.*?</figure>", pages)]
+    bars = [bar for figure in figures for bar in figure.iter("rect")]
+    assert len(figures) == len(site_plots.cases()) and len(bars) == len(cases)
+    titles = [bar.findtext("title") for bar in bars]
+    for case in cases:
+        own, copy = case["contenders"]["fuselage"]["us"], case["copy"]["us"]
+        assert f"fuselage: {own:.4g} µs, {100 * copy / own:.0f}% of the copy" in titles
+    for bar in bars:
+        share = float(re.search(r"(\d+)% of", bar.findtext("title")).group(1))
+        length = site_plots.PANEL * min(share, site_plots.MOST) / site_plots.MOST
+        assert abs(float(bar.get("width")) - length) < 0.01 * site_plots.PANEL
+
+
+def test_the_fastest_mark_is_farthest_to_the_right():
+    (figure,) = (ElementTree.fromstring(site_plots.figure(name)) for name in ["rms_norm"])
+    for mark in figure.find("svg").iter("path"):
+        if mark.get("class") == "mark":
+            share = float(re.search(r"(\d+)% of", mark.findtext("title")).group(1))
+            x = float(re.search(r"translate\(([\d.]+)", mark.get("transform")).group(1))
+            bars = [float(bar.get("x")) for bar in figure.iter("rect")]
+            left = max(start for start in bars if start <= x)
+            expected = min(share, site_plots.MOST) / site_plots.MOST * site_plots.PANEL
+            assert abs(x - left - expected) < 0.01 * site_plots.PANEL
 
 
 def test_mkdocs_is_needed_for_the_site_alone():

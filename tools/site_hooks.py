@@ -1,4 +1,4 @@
-"""What MkDocs needs to know of this repository: pages outside of docs/, and links to files.
+"""What MkDocs needs to know of this repository: pages outside of docs/, links to files, plots.
 
 The pages are written for a reader of the repository. On the site, links to pages lead to pages, and
 what links to a source file is only its name.
@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.structure.files import File
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import site_plots
 
 REPO_DIR = Path(__file__).resolve().parent.parent
 # Files of the repository, and what they are on the site.
@@ -54,4 +59,5 @@ def on_page_markdown(markdown, page, config, files):
             f"{image}[{text}]({posixpath.relpath(there, posixpath.dirname(here) or '.')}{anchor})"
         )
 
-    return re.sub(LINK, link, markdown)
+    markdown = re.sub(LINK, link, markdown)
+    return site_plots.with_plots(markdown) if here.startswith("reference/") else markdown
