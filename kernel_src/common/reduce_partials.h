@@ -38,6 +38,7 @@ struct PartialSums {
 };
 
 constexpr int kReduceThreads = 1024;
+constexpr int kPartsAhead = 5;  // of a thread: all that it has where blocks left up to 160
 
 namespace {
 
@@ -66,13 +67,10 @@ __device__ __forceinline__ void add_lanes(float (&values)[kCount], float* scratc
   }
 }
 
-// Parts under way in a thread: all that it has of a GPU's blocks, of one kind.
-constexpr int parts_ahead(int kinds) { return kinds == 1 ? 8 : 5; }
-
 template <typename Finish>
 __global__ void __launch_bounds__(kReduceThreads)
     reduce_partials_kernel(const PartialSums partials, const int log2_shares, const Finish finish) {
-  constexpr int kKinds = Finish::kKinds, kPartsAhead = parts_ahead(kKinds);
+  constexpr int kKinds = Finish::kKinds;
   constexpr int kTotals = Finish::kTotals > 0 ? Finish::kTotals : 1;
   constexpr bool kHasTotals = Finish::kTotals > 0;
   __shared__ float scratch[(kKinds > kTotals ? kKinds : kTotals) * kReduceThreads];
@@ -145,9 +143,9 @@ struct WriteColumns {
 // Launches the second stage after the kernel that leaves the partial sums.
 template <typename Finish>
 gpuError reduce_partials(const PartialSums& partials, gpuStream stream, const Finish& finish) {
-  // Four parts or more a thread, where there are enough.
+  // As few lanes a group as have all its parts under way at once, so that more groups are.
   int log2_shares = 0;
-  while (log2_shares < 5 && (4 << log2_shares) < partials.parts) ++log2_shares;
+  while (log2_shares < 5 && (kPartsAhead << log2_shares) < partials.parts) ++log2_shares;
   const int shares = 1 << log2_shares;
   int lanes = shares;
   if (Finish::kTotals > 0) {
