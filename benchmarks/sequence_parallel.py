@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .end_to_end import measure
 from .end_to_end.cli import EXACT_LIMIT, HALF_LIMIT, relative_error
-from .end_to_end.scenarios import llama
+from .end_to_end.scenarios import causal_model
 from .roofline import results
 from .roofline.contenders import load_fuselage
 
@@ -90,7 +90,7 @@ def steps(model, ids: torch.Tensor) -> dict[str, Callable[[], object]]:
 def run(fuselage, device: str, options: argparse.Namespace) -> dict[str, dict]:
     """The cases, measured."""
     torch.manual_seed(0)  # all ranks make the same weights
-    plain, title, notes = llama(device, options.quick, options.layers, False, training=True)
+    plain, title, notes = causal_model(device, options.quick, options.layers, False, training=True)
     tokens = 64 if options.quick else options.tokens
     ids = torch.randint(0, plain.config.vocab_size, (1, tokens), device=device)
     mesh = init_device_mesh(device, (dist.get_world_size(),))

@@ -402,7 +402,10 @@ ACTIVATIONS = {
     "none": lambda u: 1 * u,
     "relu": torch.relu,
     "sigmoid": torch.sigmoid,
-    "tanh": lambda u: 1 - 2 * torch.sigmoid(-2 * u),
+    # The slope of a sigmoid near one has no digits: each side from where it is near zero.
+    "tanh": lambda u: torch.where(
+        u < 0, 2 * torch.sigmoid(2 * u) - 1, 1 - 2 * torch.sigmoid(-2 * u)
+    ),
     "gelu": lambda u: u * torch.erfc(-u * math.sqrt(0.5)) / 2,
     "gelu_tanh": lambda u: u * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)),
     "gelu_quick": lambda u: u * torch.sigmoid(1.702 * u),

@@ -34,6 +34,9 @@ NUMBERS = {
 }
 # The size of the dimension that these have one element for each of, or one for all.
 PER_ROW = ("temperature", "top_k", "top_p", "min_p", "seed", "offset", "weight_scale")
+# What says nothing of the main argument's columns: a head may have more than its tables rotate, and
+# a word of a mask has bits to spare.
+NOT_OF_COLUMNS = (*PER_ROW, "cos", "sin", "position_ids", "bitmask")
 
 
 @dataclass
@@ -173,7 +176,7 @@ def wrong_shapes(argument: str, given: dict, main_of: str | bool, tensors: list)
         wrong = value.flatten()[:1].expand(rows).clone()
     else:
         wrong = torch.cat((value, value[..., :1]), -1)
-    if main_of and len(tensors) == 1 and "_and_" not in main_of:
+    if main_of and not set(tensors[1:]) - set(NOT_OF_COLUMNS) and "_and_" not in main_of:
         return  # any shape will do
     yield Bad(argument, wrong, f"of shape {list(wrong.shape)}", named=tuple(tensors))
 

@@ -155,7 +155,8 @@ def make_head(draw: Draw, *, ordinary: bool = False, shard: bool = False) -> Cal
     if narrow and draw.chance(0.6):
         scale = torch.rand(draw.choice((1, vocab))) + 0.5
         given["weight_scale"] = draw.lay_out("weight_scale", scale)
-        exact, sizes = exact * scale.double(), sizes * scale.double()
+        scale = given["weight_scale"].cpu().double()  # which may be one value, expanded
+        exact, sizes = exact * scale, sizes * scale
     if draw.chance(0.3):
         bias = normal((vocab,), draw.choice((dtype, torch.float32)), "cpu")
         given["bias"] = draw.lay_out("bias", bias)

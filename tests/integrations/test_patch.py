@@ -176,6 +176,50 @@ def test_parameters_that_do_not_exist_yet(integration, fuselage):
     assert integration.patch(model).replaced["norm"] == ONCE
 
 
+# Gradients that the values do not show
+
+
+class DetachedNorm(AnyNorm):
+    def forward(self, x):
+        x32 = x.float()
+        scale = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps).detach()
+        return (x32 * scale * self.weight.float()).to(x.dtype)
+
+
+class FrozenNorm(AnyNorm):
+    def forward(self, x):
+        with torch.no_grad():
+            return super().forward(x)
+
+
+class DetachedWeight(AnyNorm):
+    def forward(self, x):
+        x32 = x.float()
+        scale = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (x32 * scale * self.weight.detach().float()).to(x.dtype)
+
+
+class DetachedMLP(MLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)).detach() * self.up_proj(x))
+
+
+class DetachedAct(nn.Module):
+    def forward(self, x):
+        return x * torch.sigmoid(x).detach()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [DetachedNorm(), FrozenNorm(), DetachedWeight(), DetachedMLP(nn.SiLU()), MLP(DetachedAct())],
+    ids=lambda m: type(m).__name__,
+)
+def test_other_gradients_are_left_alone(integration, module):
+    report = integration.patch(module)
+    assert not report.replaced
+    assert "forward" not in vars(module)
+
+
 # Modules that cannot be tried
 
 

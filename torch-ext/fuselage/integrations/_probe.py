@@ -185,6 +185,34 @@ def agree_all(actual: object, expected: object, noise: float = 1e-6) -> bool:
     return agree(actual, expected, noise)
 
 
+def same_slopes(ours: Callable, theirs: Callable, leaves: list[torch.Tensor]) -> bool:
+    """Whether two functions of nothing have the same gradients in `leaves`: a formula may detach
+    a part, which its values do not show. Where theirs cannot be trained, there is nothing to lose.
+    """
+
+    def slopes(function: Callable) -> object:
+        with torch.enable_grad():
+            out = function()
+            weights = random(*out.shape, dtype=out.dtype, seed=5)
+            return torch.autograd.grad(out, leaves, weights, allow_unused=True)
+
+    for leaf in leaves:
+        leaf.requires_grad_()
+    expected, actual = call(slopes, theirs), call(slopes, ours)
+    for leaf in leaves:
+        leaf.requires_grad_(False)
+    if isinstance(expected, Exception):
+        return "does not require grad" not in str(expected)
+    return isinstance(actual, tuple) and all(map(_same_slope, actual, expected))
+
+
+def _same_slope(actual: Optional[torch.Tensor], expected: Optional[torch.Tensor]) -> bool:
+    if actual is None or expected is None:
+        return actual is expected
+    largest = expected.abs().max().clamp_min(1e-3)  # noise of large terms that cancel
+    return agree(actual / largest, expected / largest, noise=1e-5)
+
+
 class Stub(torch.nn.Module):
     """Stands for a submodule: `function` of what it is called with."""
 
