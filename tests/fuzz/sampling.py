@@ -215,7 +215,8 @@ def _check_row(call: Call, row: int, tokens, logprobs=None, filtered=None, *, st
         if (tokens != -1).any() or (logprobs is not None and (logprobs != -torch.inf).any()):
             raise Failure("a wrong value", f"row {row} has nothing to draw, got {tokens.tolist()}")
         return
-    if (logits == torch.inf).any():  # all that can be drawn, and each as far from itself as any
+    infinite = bool((logits == torch.inf).any())
+    if infinite:  # all that can be drawn, and each as probable as any
         logits = torch.where(logits == torch.inf, 0.0, -torch.inf)
     if temperature == 0:
         _check_greedy(row, logits, tokens - first, slack, logprobs, filtered)
@@ -232,6 +233,8 @@ def _check_row(call: Call, row: int, tokens, logprobs=None, filtered=None, *, st
         noise = torch.from_numpy(reference.noise(range(first, first + len(logits)), *key, sample))
         scores = scaled + noise
         best = scores[must].max().item()
+        if infinite:  # beside which no noise is left: as is documented
+            best = torch.inf if token - first != must.nonzero()[0].item() else -torch.inf
         if scores[token - first].item() < best - bound:
             raise Failure(
                 "a wrong value",

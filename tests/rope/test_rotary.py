@@ -679,7 +679,7 @@ def test_what_may_be_packed_or_not_is_refused(fuselage, device, name):
     ids = torch.arange(4, device=device)
     refuses(op, fuselage, inputs, {}, "`q`", r"\[1, tokens, columns\]", r"position_ids of \[tokens")
     wrong = {"position_ids": ids[:3]}
-    refuses(op, fuselage, inputs, wrong, "`position_ids` must have shape", "where `q` is packed")
+    refuses(op, fuselage, inputs, wrong, "`position_ids` must have shape", "for a packed `q`")
     if name == "apply_rotary":
         kept = inputs["q"].clone()
         with pytest.raises(RuntimeError, match=r"fuselage::apply_rotary_: `q` .*or packed"):

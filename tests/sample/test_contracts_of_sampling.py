@@ -31,9 +31,9 @@ BAD_HEADS = [
 BAD_OPTIONS = [
     ({"num_samples": 0}, "`num_samples` must be in [1, 256], got 0"),
     ({"num_samples": 257}, "`num_samples` must be in [1, 256], got 257"),
-    ({"temperature": -0.5}, "`temperature` must be in [0, inf), got -0.5"),
-    ({"temperature": math.nan}, "`temperature` must be in [0, inf), got nan"),
-    ({"temperature": math.inf}, "`temperature` must be in [0, inf), got inf"),
+    ({"temperature": -0.5}, "`temperature` must be in [0, 3e38), got -0.5"),
+    ({"temperature": math.nan}, "`temperature` must be in [0, 3e38), got nan"),
+    ({"temperature": math.inf}, "`temperature` must be in [0, 3e38), got inf"),
     ({"temperature": torch.ones(2)}, "`temperature` must have shape [1] or [3]"),
     ({"temperature": torch.ones(3).half()}, "`temperature` must be float32, got Half"),
     ({"top_k": torch.ones(3)}, "`top_k` must be int64, got Float"),

@@ -191,10 +191,14 @@ Positions check_positions(const char* op, const char* q_name, const Tensor& q, c
     const bool fits = (ids.dim() == 1 && ids.size(0) == shape.tokens) ||
                       (ids.dim() == 2 && ids.size(1) == shape.tokens &&
                        (ids.size(0) == 1 || ids.size(0) == shape.batch));
+    if (q.dim() == 3 && ids.dim() == 1)
+      FUSELAGE_CHECK(op, fits, "`position_ids` must have shape [", shape.tokens, "] for a packed `",
+                     q_name, "` ", shape_of(q),
+                     ", [tokens, heads, dim] (of [batch, tokens, dim] they have two dimensions), "
+                     "got ",
+                     shape_of(ids));
     FUSELAGE_CHECK(op, fits, "`position_ids` must have shape [", shape.tokens, "] or [",
-                   shape.batch, " or 1, ", shape.tokens, "]",
-                   q.dim() == 4 ? "" : " (of one dimension where `q` is packed, of two otherwise)",
-                   ", got ", shape_of(ids));
+                   shape.batch, " or 1, ", shape.tokens, "], got ", shape_of(ids));
     table.positions = ids.const_data_ptr();
     table.narrow_positions = ids.scalar_type() == ScalarType::Int;
     table.position_batch_stride = ids.dim() == 1 || ids.size(0) == 1 ? 0 : ids.stride(0);

@@ -73,7 +73,7 @@ Draws check_draws(const char* op, const Tensor& x, const char* x_name, int64_t v
                    "stride 0 (an expanded tensor)");
   }
   FUSELAGE_CHECK(op, options.temperature_value >= 0 && options.temperature_value < 3e38,
-                 "`temperature` must be in [0, inf), got ", options.temperature_value);
+                 "`temperature` must be in [0, 3e38), got ", options.temperature_value);
   draws.temperature =
       check_floats(op, "temperature", options.temperature, options.temperature_value, x, x_name);
   return draws;

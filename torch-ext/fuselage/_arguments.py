@@ -81,7 +81,8 @@ def refuse_wrong_kinds() -> None:
             wanted = " or ".join(_WORDS.get(kind, kind.__name__) for kind in kinds)
             got = type(value).__name__
             if isinstance(value, int):
-                got = f"an int of {value.bit_length()} bits"
+                bits = value.bit_length()
+                got = str(value) if bits < 100 else f"one of {bits} bits"
             raise TypeError(
                 f"fuselage::{function.__name__}: `{name}` must be {wanted}, got {got}"
             ) from None

@@ -77,6 +77,10 @@ def lm_head_sample(
     bits alone, one has the largest `g`, made of a `u` of 32 bits for -log(u) / 16 in place of
     -log(u); the others add to that the -log(u) of a `u` of their own. All `g` are independent.
 
+    The sum of logit and noise is a float32. Where the largest logits over the temperature are
+    beyond 10^6, the noise loses digits that count; from 10^8 on none is left, and of equal logits
+    the lowest index is drawn, as it is of infinite ones.
+
     Args:
         hidden: `[batch, dim]`, float16, bfloat16 or float32, with any row stride.
         weight: `[vocab, dim]`, in the dtype of `hidden` or float8_e4m3fn, with any row stride. The
