@@ -108,8 +108,8 @@ constexpr int forward_blocks() {
 }
 
 template <typename Op, int kVectors, int kRows, bool kAligned, bool kClusters>
-__global__ void __launch_bounds__(forward_threads<Op, kVectors, kRows, kAligned, kClusters>(),
-                                  forward_blocks<Op, kVectors, kRows, kAligned, kClusters>())
+__global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned, kClusters>()),
+                                  (forward_blocks<Op, kVectors, kRows, kAligned, kClusters>()))
     row_forward_kernel(const typename Op::Params p, const int blocks_in_cluster) {
   using T = typename Op::In;
   using O = typename Op::Out;
