@@ -115,7 +115,10 @@ def test_what_is_wrong_when_compiled_is_left_out(main, scenarios, fuselage, caps
     from benchmarks.end_to_end import cli
 
     scenario = scenarios.prefill("cpu", True, 1)
-    off = lambda **inputs: SimpleNamespace(logits=1.01 * scenario.model(**inputs).logits)  # noqa: E731
+
+    def off(**inputs):
+        return SimpleNamespace(logits=1.01 * scenario.model(**inputs).logits)
+
     scenario.compiled = lambda: (off, lambda: None)
     options = cli.parse_arguments(["--quick", "--seconds", "0.01"])
     record = cli.run(scenario, fuselage.integrations.transformers, options, "cpu", None)

@@ -105,21 +105,22 @@ def _row(case: dict, left: int, y: int, shown: set[str]) -> list[str]:
     def x_of(contender: str) -> float:
         return PANEL * min(percent(case, contender), MOST) / MOST
 
-    own = case["contenders"]["fuselage"]["us"]
-    title = f"fuselage: {own:.4g} µs, {percent(case, 'fuselage'):.0f}% of the copy"
+    def title(contender: str, name: str) -> str:
+        time = case["contenders"][contender]["us"]
+        share = percent(case, contender)
+        return f"<title>{name}: {time:.4g} µs, {share:.0f}% of the copy</title>"
+
     parts = [
         f'<rect class="bar" x="{left}" y="{y + 3}" width="{x_of("fuselage"):.1f}" '
-        f'height="{ROW - 6}"><title>{title}</title></rect>'
+        f'height="{ROW - 6}">{title("fuselage", "fuselage")}</rect>'
     ]
     for contender, name in CONTENDERS.items():
         there = contender in case["contenders"]
         if not there or (contender == "eager" and "torch" in case["contenders"]):
             continue
         shown.add(name)
-        time = case["contenders"][contender]["us"]
-        title = f"{name}: {time:.4g} µs, {percent(case, contender):.0f}% of the copy"
         parts.append(
             f'<path class="mark" transform="translate({left + x_of(contender):.1f} {y + ROW / 2})" '
-            f'd="{MARKS[name]}"><title>{title}</title></path>'
+            f'd="{MARKS[name]}">{title(contender, name)}</path>'
         )
     return parts

@@ -93,7 +93,7 @@ def exact_error(name: str, fuselage, device: str) -> float:
     expected = scenario.outputs(scenario.model)
     integration = getattr(fuselage.integrations, scenario.integration)
     integration.patch(scenario.model)
-    error = max(map(relative_error, scenario.outputs(scenario.model), expected))
+    error = error_of(scenario, scenario.model, expected)
     del scenario
     free(device)
     return error
@@ -110,7 +110,7 @@ def run(
     model = scenario.model
     expected = scenario.outputs(model)
     report = integration.patch(model)
-    error = max(map(relative_error, scenario.outputs(model), expected))
+    error = error_of(scenario, model, expected)
     integration.unpatch(model)
     limit = EXACT_LIMIT if options.quick else HALF_LIMIT
     verified = error <= limit and bool(report.replaced)
@@ -186,7 +186,7 @@ def timed_pair(
     for name, part in ((plain, seconds / 2), (patched, seconds), (plain, seconds / 2)):
         try:
             with state(scenario, integration, name) as call:
-                errors[name] = max(map(relative_error, scenario.outputs(call), expected))
+                errors[name] = error_of(scenario, call, expected)
                 scenario.before()
                 step = partial(scenario.step, call)
                 found[name] += measure.times(step, device, part, before=scenario.before)
@@ -207,6 +207,11 @@ def timed_pair(
         for name, times in found.items()
         if times
     }
+
+
+def error_of(scenario: Scenario, call: Callable, expected: tuple[torch.Tensor, ...]) -> float:
+    """The largest error of the outputs of `call`."""
+    return max(map(relative_error, scenario.outputs(call), expected))
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -164,12 +164,12 @@ def compiled_blocks(blocks: list[torch.nn.Module], model: torch.nn.Module):
 BLOCKS_NOTE = "compiled block by block (fullgraph), as all blocks are alike"
 
 
-def compiled_whole(model: torch.nn.Module):
+def compiled_whole(model: torch.nn.Module, mode: str = "default"):
     """Compiles the model, masks included."""
 
     def compile() -> tuple[Callable, Callable[[], None]]:
         torch._dynamo.reset()
-        return torch.compile(model), torch._dynamo.reset
+        return torch.compile(model, mode=mode), torch._dynamo.reset
 
     return compile
 
@@ -235,20 +235,15 @@ def decode(device: str, quick: bool, layers: int | None, exact: bool = False) ->
         fill()
         return (step(call).clone(),)  # a CUDA graph writes to the same memory again
 
-    def compile() -> tuple[Callable, Callable[[], None]]:
-        torch._dynamo.reset()
-        fill()
-        # CUDA graphs: a step is short enough for the launches to be what takes the time.
-        mode = "reduce-overhead" if device == "cuda" else "default"
-        return torch.compile(model, mode=mode), torch._dynamo.reset
-
     fill()
+    # CUDA graphs: a step is short enough for the launches to be what takes the time.
+    mode = "reduce-overhead" if device == "cuda" else "default"
     return Scenario(
         title=f"{title}: decode, {batch} sequences after {context} tokens",
         model=model,
         step=step,
         outputs=outputs,
-        compiled=compile,
+        compiled=compiled_whole(model, mode),
         integration="transformers",
         # The same token again: every step does the same work.
         before=lambda: _rewind(cache, context),

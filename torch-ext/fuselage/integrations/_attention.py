@@ -49,8 +49,7 @@ def recognise_causal_model(module: torch.nn.Module) -> Found:
     masking = sys.modules.get("transformers.masking_utils")
     if masking is None or not getattr(module, "_supports_sdpa", False):
         return None
-    names = tuple(inspect.signature(type(module).forward).parameters)[1:]
-    if not set(names) >= _ASKED_OF:
+    if not inspect.signature(type(module).forward).parameters.keys() >= _ASKED_OF:
         return None
     if not any(isinstance(child, torch.nn.ModuleList) for child in module.children()):
         return None
@@ -60,7 +59,7 @@ def recognise_causal_model(module: torch.nn.Module) -> Found:
     if not calls or not all(_may_be_skipped(call) for call in calls):
         return None
     _register(masking)
-    return Match(WHAT, _forward(type(module), names))
+    return Match(WHAT, _forward(type(module)))
 
 
 def _mask_calls(module: torch.nn.Module, masking: ModuleType) -> list[dict]:
@@ -123,7 +122,10 @@ def _mask_function(sdpa: Callable) -> Callable:
 
 
 @cache
-def _forward(kind: type, names: tuple[str, ...]) -> Callable:
+def _forward(kind: type) -> Callable:
+    signature = inspect.signature(kind.forward)
+    names = tuple(signature.parameters)[1:]
+
     def forward(self, *args, **kwargs):
         own = type(self).forward
         if not torch.compiler.is_dynamo_compiling():
@@ -138,5 +140,5 @@ def _forward(kind: type, names: tuple[str, ...]) -> Callable:
         finally:
             self.config._attn_implementation = "sdpa"
 
-    forward.__signature__ = inspect.signature(kind.forward)
+    forward.__signature__ = signature
     return marked(WHAT, forward)

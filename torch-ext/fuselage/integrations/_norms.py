@@ -58,13 +58,18 @@ def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {k: v for k, v in vars(module).items() if isinstance(v, torch.Tensor)}
 
 
+def _own(module: torch.nn.Module) -> dict[str, Optional[torch.Tensor]]:
+    """Parameters, and what stands as a tensor in their place."""
+    return {**vars(module)["_parameters"], **_tensors(module)}
+
+
 def _sizes(module: torch.nn.Module) -> object:
     return getattr(module, "normalized_shape", None) or getattr(module, "dim", None)
 
 
 def _match(module: torch.nn.Module) -> Found:
     eps = next(name for name in _EPS if name in vars(module))
-    own = {**vars(module)["_parameters"], **_tensors(module)}
+    own = _own(module)
     weight, bias = own.get("weight"), own.get("bias")
     dim = _dim(module, bias if weight is None else weight)
     forward, attributes = type(module).forward, _attributes(module)
@@ -119,8 +124,7 @@ def _probe_styles(module, eps: str, dim: int, has_weight: bool, has_bias: bool) 
 
 def _same_slopes(ours: Callable, theirs: Callable, plain, x: torch.Tensor) -> bool:
     x = x[:, :7].clone()
-    leaves = [x, *(v for v in vars(plain)["_parameters"].values() if v is not None)]
-    leaves += [vars(plain)[name] for name in _tensors(plain)]
+    leaves = [x, *(v for v in _own(plain).values() if v is not None)]
     return _probe.same_slopes(partial(ours, plain, x), partial(theirs, plain, x), leaves)
 
 
