@@ -90,6 +90,9 @@ def layer_norm(
 ) -> Tensor:
     """`FP32LayerNorm` of diffusers."""
     weight, bias = (None if t is None else t.float() for t in (weight, bias))
+    if x.numel() == 0:  # PyTorch 2.11, on CUDA: fails in the backward of what no rows use
+        out = x.float() if weight is None else x.float() * weight
+        return (out if bias is None else out + bias).to(x.dtype)
     return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
