@@ -29,11 +29,11 @@ def over(columns: dict, name: str, times: dict) -> str:
 def summary(cases: dict[str, dict]) -> str:
     """One row for each scenario: what fuselage gains, in Markdown."""
     lines = [
-        "| model | eager: ms | with fuselage | | `torch.compile`: ms | with fuselage | |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| scenario | model | eager: ms | with fuselage | | compiled: ms | with fuselage | |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for record in cases.values():
-        cells = [record["title"]]
+    for scenario, record in cases.items():
+        cells = [f"`{scenario}`", record["title"]]
         for name in ("eager", "torch.compile"):
             pair = [record["columns"].get(n) for n in (name, f"{name} + fuselage")]
             times = [c and c["milliseconds"]["median"] * record["per_sample"] for c in pair]
