@@ -51,8 +51,13 @@ struct GpuMath {
     if constexpr (!kRoundsToHalf) return 1.0f / v;
     return reciprocal_of_normal(v);
   }
+  static __device__ __forceinline__ float quotient(float u, float v) {
+    if constexpr (!kRoundsToHalf) return u / v;
+    return u * reciprocal_of_normal(v);
+  }
   static __device__ __forceinline__ float absolute(float v) { return fabsf(v); }
   static __device__ __forceinline__ float minus_absolute(float v) { return -fabsf(v); }
+  static __device__ __forceinline__ float at_most(float v, float limit) { return fminf(v, limit); }
   static __device__ __forceinline__ float if_below(float v, float limit, float x, float y) {
     return v < limit ? x : y;
   }
