@@ -140,14 +140,15 @@ FUSELAGE_INLINE void activation_store_pairs(T* to, const ActivationPair& pair, L
   activation_store_some(to + kLanes, load(turns + kLanes, AllLanes{}), count - kLanes);
 }
 
-// The inputs of the columns from i on, with the bias added; what is not there is zero.
-template <class Formula, bool kHasY, class T, class Params, class Lanes>
+// The inputs of the columns from i on, with the bias added; what is not there is zero. Without
+// kBias there is none.
+template <class Formula, bool kBias, class T, class Params, class Lanes>
 FUSELAGE_INLINE ActivationPair activation_load(const Params& p, const T* x, const T* y, int64_t i,
                                                Lanes lanes) {
   if (!Formula::kHasBias && p.interleaved) return activation_load_pairs(x + 2 * i, lanes);
   ActivationPair in = {load(x + i, lanes), Floats{}};
-  if (kHasY && y != nullptr) in.y = load(y + i, lanes);
-  if (Formula::kHasBias && p.bias != nullptr) {
+  if (Formula::kHasY && y != nullptr) in.y = load(y + i, lanes);
+  if (Formula::kHasBias && kBias && p.bias != nullptr) {
     in.x += load_as<T>(p.bias, p.bias_dtype, i, lanes);
   }
   return in;
@@ -163,14 +164,51 @@ FUSELAGE_INLINE T* activation_row(void* tensor, int64_t row, int64_t stride) {
   return tensor == nullptr ? nullptr : static_cast<T*>(tensor) + row * stride;
 }
 
-// body(row, first column, end column) for the pieces [begin, end).
+// Narrow rows without gaps are worked on several at a time, as if they were one row: there would be
+// little in a row for a vector. Where they are, they are as many as this; or else 1.
+constexpr int64_t kActivationWideColumns = 512;
+FUSELAGE_INLINE int64_t activation_rows_at_once(int64_t dim, bool gapless) {
+  return gapless && dim <= kActivationWideColumns / 2 ? kActivationWideColumns / dim : 1;
+}
+
+FUSELAGE_INLINE int64_t activation_rows_at_once(const ActivationForward& p) {
+  return activation_rows_at_once(p.dim, p.x_stride == p.dim && p.out_stride == p.dim &&
+                                            (p.y == nullptr || p.y_stride == p.dim));
+}
+FUSELAGE_INLINE int64_t activation_rows_at_once(const ActivationBackward& p) {
+  return activation_rows_at_once(p.dim, p.grad_out_stride == p.dim &&
+                                            (p.x == nullptr || p.x_stride == p.dim) &&
+                                            (p.y == nullptr || p.y_stride == p.dim) &&
+                                            (p.grad_x == nullptr || p.grad_x_stride == p.dim) &&
+                                            (p.grad_y == nullptr || p.grad_y_stride == p.dim));
+}
+
+// Puts in place of the bias one that is repeated for each of `at_once` rows.
+template <class T, class Params>
+FUSELAGE_INLINE void activation_repeat_bias(Params& p, int64_t at_once,
+                                            float (&repeated)[kActivationWideColumns]) {
+  if (at_once == 1 || p.bias == nullptr) return;
+  for (int64_t row = 0; row < at_once; ++row) {
+    for_each_vector(0, p.dim, [&](int64_t i, auto lanes) {
+      store(repeated + row * p.dim + i, load_as<T>(p.bias, p.bias_dtype, i, lanes), lanes);
+    });
+  }
+  p.bias = repeated;
+  p.bias_dtype = DType::float32;
+}
+
+// body(row, first column, end column) for the pieces [begin, end). Of rows of which there are
+// several at once the columns go on into the next.
 template <class Body>
-FUSELAGE_INLINE void activation_for_each_piece(int64_t dim, int64_t begin, int64_t end, Body body) {
+FUSELAGE_INLINE void activation_for_each_piece(int64_t dim, int64_t at_once, int64_t begin,
+                                               int64_t end, Body body) {
   const int64_t pieces_in_row = (dim + kActivationColumns - 1) / kActivationColumns;
-  for (int64_t piece = begin; piece < end; ++piece) {
+  for (int64_t piece = begin; piece < end; piece += at_once) {
     const int64_t first = piece % pieces_in_row * kActivationColumns;
-    const int64_t columns = dim - first < kActivationColumns ? dim - first : kActivationColumns;
-    body(piece / pieces_in_row, first, first + columns);
+    const int64_t rows = end - piece < at_once ? end - piece : at_once;
+    const int64_t left = rows * dim - first;
+    body(piece / pieces_in_row, first,
+         first + (left < kActivationColumns ? left : kActivationColumns));
   }
 }
 
@@ -200,29 +238,35 @@ FUSELAGE_INLINE void activation_store_each(BFloat16* out, int64_t first, int64_t
   }
 }
 
+// A formula without y has no bias either.
 template <class T, class Formula>
 __attribute__((noinline)) static void activation_forward_pieces(const ActivationForward& params,
                                                                 int64_t begin, int64_t end) {
-  const ActivationForward p = params;  // a copy: no store may change it
+  ActivationForward p = params;  // a copy: no store may change it
   const Scalars scalars = {p.alpha, p.limit};
-  activation_for_each_piece(p.dim, begin, end, [&](int64_t row, int64_t first, int64_t last) {
+  constexpr bool kBias = Formula::kHasBias && Formula::kHasY;
+  const int64_t at_once = kBias ? activation_rows_at_once(p) : 1;
+  float bias[kActivationWideColumns];
+  if constexpr (kBias) activation_repeat_bias<T>(p, at_once, bias);
+  const auto piece = [&](int64_t row, int64_t first, int64_t last) {
     const T* x = activation_row<T>(p.x, row, p.x_stride);
     const T* y = activation_row<T>(p.y, row, p.y_stride);
     T* out = activation_row<T>(p.out, row, p.out_stride);
     const auto value = [&](int64_t i, auto lanes) {
-      const ActivationPair in = activation_load<Formula, true>(p, x, y, i, lanes);
+      const ActivationPair in = activation_load<Formula, Formula::kHasY>(p, x, y, i, lanes);
       return Formula::forward(in.x, in.y, scalars);
     };
     activation_store_each(out, first, last, value);
-  });
+  };
+  activation_for_each_piece(p.dim, at_once, begin, end, piece);
 }
 
-// Columns [first, last) of rows [row, row + kRows). Adds grad_x to `partial` [dim], unless that is
-// null; `fresh`: it holds nothing yet. Without kHasY, y and grad_y are null.
-template <int kRows, bool kHasY, class T, class Formula>
+// Columns [first, last) of kRows rows, from `row` on and `row_step` apart. Adds grad_x to `partial`
+// [dim], unless that is null; `fresh`: it holds nothing yet.
+template <int kRows, bool kBias, class T, class Formula>
 FUSELAGE_INLINE void activation_backward_rows(const ActivationBackward& p, int64_t row,
-                                              int64_t first, int64_t last, float* partial,
-                                              bool fresh) {
+                                              int64_t row_step, int64_t first, int64_t last,
+                                              float* partial, bool fresh) {
   const Scalars scalars = {p.alpha, p.limit};
   const T* grad_out[kRows];
   const T* x[kRows];
@@ -230,18 +274,18 @@ FUSELAGE_INLINE void activation_backward_rows(const ActivationBackward& p, int64
   T* grad_x[kRows];
   T* grad_y[kRows];
   for (int r = 0; r < kRows; ++r) {
-    grad_out[r] = activation_row<T>(p.grad_out, row + r, p.grad_out_stride);
-    x[r] = activation_row<T>(p.x, row + r, p.x_stride);
-    y[r] = activation_row<T>(p.y, row + r, p.y_stride);
-    grad_x[r] = activation_row<T>(p.grad_x, row + r, p.grad_x_stride);
-    grad_y[r] = activation_row<T>(p.grad_y, row + r, p.grad_y_stride);
+    grad_out[r] = activation_row<T>(p.grad_out, row + r * row_step, p.grad_out_stride);
+    x[r] = activation_row<T>(p.x, row + r * row_step, p.x_stride);
+    y[r] = activation_row<T>(p.y, row + r * row_step, p.y_stride);
+    grad_x[r] = activation_row<T>(p.grad_x, row + r * row_step, p.grad_x_stride);
+    grad_y[r] = activation_row<T>(p.grad_y, row + r * row_step, p.grad_y_stride);
   }
   for_each_vector(first, last, [&](int64_t i, auto lanes) {
     Floats sum = {};
     for (int r = 0; r < kRows; ++r) {
       ActivationPair in = {}, grad;
       if constexpr (Formula::kReadsInputs)
-        in = activation_load<Formula, kHasY>(p, x[r], y[r], i, lanes);
+        in = activation_load<Formula, kBias>(p, x[r], y[r], i, lanes);
       Formula::backward(load(grad_out[r] + i, lanes), in.x, in.y, scalars, grad.x, grad.y);
       sum += grad.x;
       if (!Formula::kHasBias && p.interleaved) {
@@ -249,93 +293,116 @@ FUSELAGE_INLINE void activation_backward_rows(const ActivationBackward& p, int64
         continue;
       }
       if (grad_x[r] != nullptr) store(grad_x[r] + i, grad.x, lanes);
-      if (kHasY && grad_y[r] != nullptr) store(grad_y[r] + i, grad.y, lanes);
+      if (Formula::kHasY && grad_y[r] != nullptr) store(grad_y[r] + i, grad.y, lanes);
     }
     if (partial != nullptr) accumulate(partial + i, sum, fresh, lanes);
   });
 }
 
+// A formula without y has no bias either.
 template <class T, class Formula>
 __attribute__((noinline)) static void activation_backward_pieces(const ActivationBackward& params,
                                                                  int64_t begin, int64_t end) {
-  const ActivationBackward p = params;
-  activation_for_each_piece(p.dim, begin, end, [&](int64_t row, int64_t first, int64_t last) {
-    activation_backward_rows<1, true, T, Formula>(p, row, first, last, nullptr, true);
-  });
+  ActivationBackward p = params;
+  constexpr bool kBias = Formula::kHasBias && Formula::kHasY;
+  const int64_t at_once = kBias ? activation_rows_at_once(p) : 1;
+  float bias[kActivationWideColumns];
+  if constexpr (kBias) activation_repeat_bias<T>(p, at_once, bias);
+  const auto piece = [&](int64_t row, int64_t first, int64_t last) {
+    activation_backward_rows<1, kBias, T, Formula>(p, row, 1, first, last, nullptr, true);
+  };
+  activation_for_each_piece(p.dim, at_once, begin, end, piece);
 }
 
-template <bool kHasY, class T, class Formula>
-__attribute__((noinline)) static void activation_backward_chunks_of(
-    const ActivationBackward& params, int64_t begin, int64_t end) {
-  const ActivationBackward p = params;
+template <class T, class Formula>
+__attribute__((noinline)) static void activation_backward_chunks(const ActivationBackward& params,
+                                                                 int64_t begin, int64_t end) {
+  ActivationBackward p = params;
+  const int64_t at_once = activation_rows_at_once(p);
+  float bias[kActivationWideColumns], wide[kActivationWideColumns];
+  activation_repeat_bias<T>(p, at_once, bias);
   constexpr int kRows = 4;  // at once, so that the partial sums are read and written less often
   for (int64_t chunk = begin; chunk < end; ++chunk) {
     const RowRange rows = rows_of_chunk(p.rows, chunk, p.partial_count);
     float* partial = p.partials + chunk * p.dim;
-    for_each_rows<kRows>(rows, [&](auto at_once, int64_t row) {
-      activation_backward_rows<decltype(at_once)::value, kHasY, T, Formula>(
-          p, row, 0, p.dim, partial, row == rows.begin);
-    });
+    float* sums = at_once > 1 ? wide : partial;
+    int64_t row = rows.begin;
+    for (; row + kRows * at_once <= rows.end; row += kRows * at_once) {
+      activation_backward_rows<kRows, true, T, Formula>(p, row, at_once, 0, at_once * p.dim, sums,
+                                                        row == rows.begin);
+    }
+    for (; row < rows.end; row += at_once) {
+      const int64_t count = rows.end - row < at_once ? rows.end - row : at_once;
+      activation_backward_rows<1, true, T, Formula>(p, row, at_once, 0, count * p.dim, sums,
+                                                    row == rows.begin);
+    }
+    for (int64_t k = 0; at_once > 1 && k < at_once && k < rows.end - rows.begin; ++k) {
+      for_each_vector(0, p.dim, [&](int64_t i, auto lanes) {
+        accumulate(partial + i, load(wide + k * p.dim + i, lanes), k == 0, lanes);
+      });
+    }
   }
 }
 
 // From the types in the params to template arguments: visit(T{}, Formula{}). The binding lets no
-// other combination through.
+// other combination through. has_y: of the formula `add`.
+
+template <class M, bool kHasY, class Visit>
+FUSELAGE_INLINE void activation_visit_add(Activation activation, Visit visit) {
+  switch (activation) {
+    case Activation::none: return visit(AddFormula<M, Activation::none, kHasY>{});
+    case Activation::relu: return visit(AddFormula<M, Activation::relu, kHasY>{});
+    case Activation::sigmoid: return visit(AddFormula<M, Activation::sigmoid, kHasY>{});
+    case Activation::tanh: return visit(AddFormula<M, Activation::tanh, kHasY>{});
+    case Activation::gelu: return visit(AddFormula<M, Activation::gelu, kHasY>{});
+    case Activation::gelu_tanh: return visit(AddFormula<M, Activation::gelu_tanh, kHasY>{});
+    case Activation::gelu_quick: return visit(AddFormula<M, Activation::gelu_quick, kHasY>{});
+    case Activation::silu: return visit(AddFormula<M, Activation::silu, kHasY>{});
+    case Activation::relu2: return visit(AddFormula<M, Activation::relu2, kHasY>{});
+  }
+}
 
 template <class M, class Params, class Visit>
-FUSELAGE_INLINE void activation_visit_formula(const Params& p, Visit visit) {
+FUSELAGE_INLINE void activation_visit_gate(const Params& p, Visit visit) {
   if (p.formula == Formula::clamped_gate) return visit(ClampedGateFormula<M>{});
-  if (p.formula == Formula::gate) {
-    switch (p.activation) {
-      case Activation::relu: return visit(GateFormula<M, Activation::relu>{});
-      case Activation::gelu: return visit(GateFormula<M, Activation::gelu>{});
-      case Activation::gelu_tanh: return visit(GateFormula<M, Activation::gelu_tanh>{});
-      case Activation::silu: return visit(GateFormula<M, Activation::silu>{});
-      default: __builtin_trap();
-    }
-  }
   switch (p.activation) {
-    case Activation::none: return visit(AddFormula<M, Activation::none, true>{});
-    case Activation::relu: return visit(AddFormula<M, Activation::relu, true>{});
-    case Activation::sigmoid: return visit(AddFormula<M, Activation::sigmoid, true>{});
-    case Activation::tanh: return visit(AddFormula<M, Activation::tanh, true>{});
-    case Activation::gelu: return visit(AddFormula<M, Activation::gelu, true>{});
-    case Activation::gelu_tanh: return visit(AddFormula<M, Activation::gelu_tanh, true>{});
-    case Activation::gelu_quick: return visit(AddFormula<M, Activation::gelu_quick, true>{});
-    case Activation::silu: return visit(AddFormula<M, Activation::silu, true>{});
-    case Activation::relu2: return visit(AddFormula<M, Activation::relu2, true>{});
+    case Activation::relu: return visit(GateFormula<M, Activation::relu>{});
+    case Activation::gelu: return visit(GateFormula<M, Activation::gelu>{});
+    case Activation::gelu_tanh: return visit(GateFormula<M, Activation::gelu_tanh>{});
+    case Activation::silu: return visit(GateFormula<M, Activation::silu>{});
+    default: __builtin_trap();
   }
 }
 
 template <class Params, class Visit>
-FUSELAGE_INLINE void activation_visit(const Params& p, Visit visit) {
+FUSELAGE_INLINE void activation_visit(const Params& p, bool has_y, Visit visit) {
   visit_dtype(p.dtype, [&](auto t) {
     using Math = ActivationMath<(sizeof(t) < sizeof(float))>;
-    activation_visit_formula<Math>(p, [&](auto formula) { visit(t, formula); });
+    const auto with_dtype = [&](auto formula) { visit(t, formula); };
+    if (p.formula != Formula::add) return activation_visit_gate<Math>(p, with_dtype);
+    has_y ? activation_visit_add<Math, true>(p.activation, with_dtype)
+          : activation_visit_add<Math, false>(p.activation, with_dtype);
   });
 }
 
 FUSELAGE_HIDDEN void activation_forward(const ActivationForward& p, int64_t begin, int64_t end) {
-  activation_visit(p, [&](auto t, auto formula) {
+  activation_visit(p, p.y != nullptr || p.bias != nullptr, [&](auto t, auto formula) {
     activation_forward_pieces<decltype(t), decltype(formula)>(p, begin, end);
   });
 }
 
 FUSELAGE_HIDDEN void activation_backward(const ActivationBackward& p, int64_t begin, int64_t end) {
-  activation_visit(p, [&](auto t, auto formula) {
+  const bool has_y = p.y != nullptr || p.grad_y != nullptr || p.bias != nullptr;
+  activation_visit(p, has_y, [&](auto t, auto formula) {
     activation_backward_pieces<decltype(t), decltype(formula)>(p, begin, end);
   });
 }
 
 FUSELAGE_HIDDEN void activation_backward_chunk(const ActivationBackward& p, int64_t begin,
                                                int64_t end) {
-  activation_visit(p, [&](auto t, auto formula) {
-    using F = decltype(formula);
-    if constexpr (F::kHasBias) {
-      p.y == nullptr&& p.grad_y == nullptr
-          ? activation_backward_chunks_of<false, decltype(t), F>(p, begin, end)
-          : activation_backward_chunks_of<true, decltype(t), F>(p, begin, end);
-    }
+  activation_visit(p, p.y != nullptr || p.grad_y != nullptr, [&](auto t, auto formula) {
+    if constexpr (decltype(formula)::kHasBias)
+      activation_backward_chunks<decltype(t), decltype(formula)>(p, begin, end);
   });
 }
 
