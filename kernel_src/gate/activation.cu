@@ -52,7 +52,6 @@ struct GpuMath {
     return reciprocal_of_normal(v);
   }
   static __device__ __forceinline__ float quotient(float u, float v) {
-    if constexpr (!kRoundsToHalf) return u / v;
     return u * reciprocal_of_normal(v);
   }
   static __device__ __forceinline__ float absolute(float v) { return fabsf(v); }
