@@ -156,6 +156,24 @@ def test_arguments_of_the_wrong_kind(fuselage, device, name, requires_grad):
 
 
 @each_function
+def test_arguments_of_the_wrong_kind_in_compiled_code(fuselage, device, name):
+    """Dynamo leaves out what it cannot trace, and runs other code in place of the function's.
+
+    Where nothing looks at the tensors before the op does, as in sampling, it reports the op's error
+    as one of its own, and names its operator.
+    """
+    torch._dynamo.reset()
+    call = calls.call_of(name, torch.float32, device)
+    function = torch.compile(getattr(fuselage, name), backend="eager")
+    first = next(iter(call))
+    words = rf"^fuselage::{name}: `{first}` must be a.*, got list$"
+    if name in SAMPLERS:
+        words = rf"call_function \w+\.{name}\.default"
+    with pytest.raises((TypeError, torch._dynamo.exc.TorchRuntimeError), match=words):
+        function(**{**call, first: [1.0]})
+
+
+@each_function
 @with_gradients
 def test_a_word_that_is_no_option(fuselage, device, name, requires_grad):
     function = getattr(fuselage, name)

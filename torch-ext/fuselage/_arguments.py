@@ -62,11 +62,16 @@ def _running() -> tuple[Optional[types.FunctionType], Optional[types.FrameType]]
     """The public function that is running, and its frame."""
     package = vars(sys.modules[__package__])
     members = (package.get(name) for name in package["__all__"])  # nothing is imported for it
-    public = {f.__code__: f for f in members if isinstance(f, types.FunctionType)}
+    public = {_place(f.__code__): f for f in members if isinstance(f, types.FunctionType)}
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code not in public:
+    while frame is not None and _place(frame.f_code) not in public:
         frame = frame.f_back
-    return (None, None) if frame is None else (public[frame.f_code], frame)
+    return (None, None) if frame is None else (public[_place(frame.f_code)], frame)
+
+
+def _place(code: types.CodeType) -> tuple:
+    """What the code that torch.compile puts in place of a function's has in common with it."""
+    return code.co_filename, code.co_firstlineno, code.co_name
 
 
 def refuse_wrong_kinds() -> None:
