@@ -261,41 +261,29 @@ __attribute__((noinline)) static void activation_forward_pieces(const Activation
   activation_for_each_piece(p.dim, at_once, begin, end, piece);
 }
 
-// Columns [first, last) of kRows rows, from `row` on and `row_step` apart. Adds grad_x to `partial`
-// [dim], unless that is null; `fresh`: it holds nothing yet.
-template <int kRows, bool kBias, class T, class Formula>
-FUSELAGE_INLINE void activation_backward_rows(const ActivationBackward& p, int64_t row,
-                                              int64_t row_step, int64_t first, int64_t last,
-                                              float* partial, bool fresh) {
+// Columns [first, last) of a row. Adds grad_x to `partial` [dim], unless that is null; `fresh`: it
+// holds nothing yet. One row at a time: the tensors of several would be so many addresses a power
+// of two apart that they drive each other from the first cache (1024 columns of bfloat16 with y,
+// four rows: 2.3 times the time).
+template <bool kBias, class T, class Formula>
+FUSELAGE_INLINE void activation_backward_row(const ActivationBackward& p, int64_t row,
+                                             int64_t first, int64_t last, float* partial,
+                                             bool fresh) {
   const Scalars scalars = {p.alpha, p.limit};
-  const T* grad_out[kRows];
-  const T* x[kRows];
-  const T* y[kRows];
-  T* grad_x[kRows];
-  T* grad_y[kRows];
-  for (int r = 0; r < kRows; ++r) {
-    grad_out[r] = activation_row<T>(p.grad_out, row + r * row_step, p.grad_out_stride);
-    x[r] = activation_row<T>(p.x, row + r * row_step, p.x_stride);
-    y[r] = activation_row<T>(p.y, row + r * row_step, p.y_stride);
-    grad_x[r] = activation_row<T>(p.grad_x, row + r * row_step, p.grad_x_stride);
-    grad_y[r] = activation_row<T>(p.grad_y, row + r * row_step, p.grad_y_stride);
-  }
+  const T* grad_out = activation_row<T>(p.grad_out, row, p.grad_out_stride);
+  const T* x = activation_row<T>(p.x, row, p.x_stride);
+  const T* y = activation_row<T>(p.y, row, p.y_stride);
+  T* grad_x = activation_row<T>(p.grad_x, row, p.grad_x_stride);
+  T* grad_y = activation_row<T>(p.grad_y, row, p.grad_y_stride);
   for_each_vector(first, last, [&](int64_t i, auto lanes) {
-    Floats sum = {};
-    for (int r = 0; r < kRows; ++r) {
-      ActivationPair in = {}, grad;
-      if constexpr (Formula::kReadsInputs)
-        in = activation_load<Formula, kBias>(p, x[r], y[r], i, lanes);
-      Formula::backward(load(grad_out[r] + i, lanes), in.x, in.y, scalars, grad.x, grad.y);
-      sum += grad.x;
-      if (!Formula::kHasBias && p.interleaved) {
-        activation_store_pairs(grad_x[r] + 2 * i, grad, lanes);
-        continue;
-      }
-      if (grad_x[r] != nullptr) store(grad_x[r] + i, grad.x, lanes);
-      if (Formula::kHasY && grad_y[r] != nullptr) store(grad_y[r] + i, grad.y, lanes);
-    }
-    if (partial != nullptr) accumulate(partial + i, sum, fresh, lanes);
+    ActivationPair in = {}, grad;
+    if constexpr (Formula::kReadsInputs) in = activation_load<Formula, kBias>(p, x, y, i, lanes);
+    Formula::backward(load(grad_out + i, lanes), in.x, in.y, scalars, grad.x, grad.y);
+    if (partial != nullptr) accumulate(partial + i, grad.x, fresh, lanes);
+    if (!Formula::kHasBias && p.interleaved)
+      return activation_store_pairs(grad_x + 2 * i, grad, lanes);
+    if (grad_x != nullptr) store(grad_x + i, grad.x, lanes);
+    if (Formula::kHasY && grad_y != nullptr) store(grad_y + i, grad.y, lanes);
   });
 }
 
@@ -309,7 +297,7 @@ __attribute__((noinline)) static void activation_backward_pieces(const Activatio
   float bias[kActivationWideColumns];
   if constexpr (kBias) activation_repeat_bias<T>(p, at_once, bias);
   const auto piece = [&](int64_t row, int64_t first, int64_t last) {
-    activation_backward_rows<1, kBias, T, Formula>(p, row, 1, first, last, nullptr, true);
+    activation_backward_row<kBias, T, Formula>(p, row, first, last, nullptr, true);
   };
   activation_for_each_piece(p.dim, at_once, begin, end, piece);
 }
@@ -321,20 +309,13 @@ __attribute__((noinline)) static void activation_backward_chunks(const Activatio
   const int64_t at_once = activation_rows_at_once(p);
   float bias[kActivationWideColumns], wide[kActivationWideColumns];
   activation_repeat_bias<T>(p, at_once, bias);
-  constexpr int kRows = 4;  // at once, so that the partial sums are read and written less often
   for (int64_t chunk = begin; chunk < end; ++chunk) {
     const RowRange rows = rows_of_chunk(p.rows, chunk, p.partial_count);
     float* partial = p.partials + chunk * p.dim;
     float* sums = at_once > 1 ? wide : partial;
-    int64_t row = rows.begin;
-    for (; row + kRows * at_once <= rows.end; row += kRows * at_once) {
-      activation_backward_rows<kRows, true, T, Formula>(p, row, at_once, 0, at_once * p.dim, sums,
-                                                        row == rows.begin);
-    }
-    for (; row < rows.end; row += at_once) {
+    for (int64_t row = rows.begin; row < rows.end; row += at_once) {
       const int64_t count = rows.end - row < at_once ? rows.end - row : at_once;
-      activation_backward_rows<1, true, T, Formula>(p, row, at_once, 0, count * p.dim, sums,
-                                                    row == rows.begin);
+      activation_backward_row<true, T, Formula>(p, row, 0, count * p.dim, sums, row == rows.begin);
     }
     for (int64_t k = 0; at_once > 1 && k < at_once && k < rows.end - rows.begin; ++k) {
       for_each_vector(0, p.dim, [&](int64_t i, auto lanes) {

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from integrations import zoo, zoo_diffusion
 from integrations.models import assert_close, compiled_and_counted, randomise, rms
 from integrations.sharding import partition, process_group
+
+REPO_DIR = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(REPO_DIR / "tools"))
+
+import write_models  # noqa: E402
 
 transformers = pytest.importorskip("transformers")
 
@@ -91,6 +98,7 @@ def _check(name, integration, plain, inputs, path, generates: bool = False) -> N
     before = [dict(vars(module)) for module in plain.modules()]
     model, report = patched(integration, plain)
     assert not [why for why in report.left_alone.values() if "cannot be tried:" in why], str(report)
+    _described(name, report)
     with torch.no_grad():
         assert_close(run(model, inputs), expected, str(report), tol=1e-4)
     _half_precision(name, integration, plain, inputs)
@@ -105,6 +113,13 @@ def _check(name, integration, plain, inputs, path, generates: bool = False) -> N
     for theirs, module in zip(before, model.modules(), strict=True):
         assert vars(module).keys() == theirs.keys()
         assert "forward" not in vars(module)
+
+
+def _described(name, report) -> None:
+    """docs/models.md says what was replaced, of the version that it was written with."""
+    page = write_models.PAGE.read_text("utf-8")
+    if f"with transformers {transformers.__version__} " in page:
+        assert write_models.row(name, report) in page.splitlines(), "run tools/write_models.py"
 
 
 def _of_plain(what: str, name: str, function):
