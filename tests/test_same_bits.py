@@ -1,4 +1,4 @@
-"""Rows that start anywhere give the bits of rows on 16-byte boundaries.
+"""Rows that start anywhere, or with gaps between them, give the bits of rows on 16-byte boundaries.
 
 Of the operators whose kernels for either are apart, and add up in the same order: poly_norm's
 unaligned rows are streamed, and unaligned activations are chosen as the kernel runs.
@@ -33,9 +33,14 @@ def moved(t: torch.Tensor) -> torch.Tensor:
     return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape)
 
 
-def check_moved(op, kernel, style: str, shape: tuple[int, int], dtype, device) -> None:
+def apart(t: torch.Tensor) -> torch.Tensor:
+    """The same values, with a gap of three elements between rows."""
+    return torch.nn.functional.pad(t, (0, 3))[..., :-3]
+
+
+def check_moved(op, kernel, style: str, shape: tuple[int, int], dtype, device, move=moved) -> None:
     inputs, options = op.inputs(shape, dtype, device, style), op.options(style)
-    elsewhere = {name: moved(t) if name in op.row_inputs else t for name, t in inputs.items()}
+    elsewhere = {name: move(t) if name in op.row_inputs else t for name, t in inputs.items()}
     requires = op.differentiable(inputs)
     assert set(op.row_inputs) <= set(requires) and len(op.row_inputs) > 0
 
@@ -44,7 +49,7 @@ def check_moved(op, kernel, style: str, shape: tuple[int, int], dtype, device) -
 
     outputs = call(inputs, options)
     grad_outs = random_grad_outs(outputs)
-    moved_grad_outs = {name: moved(grad) for name, grad in grad_outs.items()}
+    moved_grad_outs = {name: move(grad) for name, grad in grad_outs.items()}
     grads = gradients(call, inputs, options, grad_outs, requires)
     moved_outputs = call(elsewhere, options)
     moved_grads = gradients(call, elsewhere, options, moved_grad_outs, requires)
@@ -74,6 +79,14 @@ def test_sums_over_many_rows_do_not_depend_on_alignment(fuselage, device, op, di
 @on_devices((64, 1000), (8, 64, 1000, 4096))
 def test_gates_do_not_depend_on_alignment(fuselage, device, op, style, dtype, dim):
     check_moved(op, fuselage, style, (133, dim), dtype, device)
+
+
+# On the CPU narrow rows without gaps are worked on several at a time.
+@each_style(GATES)
+@each_dtype
+@on_devices((3, 13, 64, 256, 1000), (3, 64, 1000))
+def test_gates_do_not_depend_on_gaps(fuselage, device, op, style, dtype, dim):
+    check_moved(op, fuselage, style, (133, dim), dtype, device, apart)
 
 
 # Rows enough for four vectors of them a thread, in the sum of the bias gradient.

@@ -164,23 +164,24 @@ FUSELAGE_INLINE T* activation_row(void* tensor, int64_t row, int64_t stride) {
   return tensor == nullptr ? nullptr : static_cast<T*>(tensor) + row * stride;
 }
 
-// Narrow rows without gaps are worked on several at a time, as if they were one row: there would be
-// little in a row for a vector. Where they are, they are as many as this; or else 1.
+// Narrow rows are put side by side, as many as this, as if they were one: there would be little in
+// a row for a vector. Those without gaps are also worked on as one.
 constexpr int64_t kActivationWideColumns = 512;
-FUSELAGE_INLINE int64_t activation_rows_at_once(int64_t dim, bool gapless) {
-  return gapless && dim <= kActivationWideColumns / 2 ? kActivationWideColumns / dim : 1;
+FUSELAGE_INLINE int64_t activation_rows_side_by_side(int64_t dim) {
+  return dim <= kActivationWideColumns / 2 ? kActivationWideColumns / dim : 1;
 }
 
 FUSELAGE_INLINE int64_t activation_rows_at_once(const ActivationForward& p) {
-  return activation_rows_at_once(p.dim, p.x_stride == p.dim && p.out_stride == p.dim &&
-                                            (p.y == nullptr || p.y_stride == p.dim));
+  const bool gapless =
+      p.x_stride == p.dim && p.out_stride == p.dim && (p.y == nullptr || p.y_stride == p.dim);
+  return gapless ? activation_rows_side_by_side(p.dim) : 1;
 }
 FUSELAGE_INLINE int64_t activation_rows_at_once(const ActivationBackward& p) {
-  return activation_rows_at_once(p.dim, p.grad_out_stride == p.dim &&
-                                            (p.x == nullptr || p.x_stride == p.dim) &&
-                                            (p.y == nullptr || p.y_stride == p.dim) &&
-                                            (p.grad_x == nullptr || p.grad_x_stride == p.dim) &&
-                                            (p.grad_y == nullptr || p.grad_y_stride == p.dim));
+  const bool gapless = p.grad_out_stride == p.dim && (p.x == nullptr || p.x_stride == p.dim) &&
+                       (p.y == nullptr || p.y_stride == p.dim) &&
+                       (p.grad_x == nullptr || p.grad_x_stride == p.dim) &&
+                       (p.grad_y == nullptr || p.grad_y_stride == p.dim);
+  return gapless ? activation_rows_side_by_side(p.dim) : 1;
 }
 
 // Puts in place of the bias one that is repeated for each of `at_once` rows.
@@ -302,22 +303,25 @@ __attribute__((noinline)) static void activation_backward_pieces(const Activatio
   activation_for_each_piece(p.dim, at_once, begin, end, piece);
 }
 
+// Rows with gaps are summed side by side too, so that the sums have the same bits.
 template <class T, class Formula>
 __attribute__((noinline)) static void activation_backward_chunks(const ActivationBackward& params,
                                                                  int64_t begin, int64_t end) {
   ActivationBackward p = params;
-  const int64_t at_once = activation_rows_at_once(p);
+  const int64_t at_once = activation_rows_at_once(p), abreast = activation_rows_side_by_side(p.dim);
   float bias[kActivationWideColumns], wide[kActivationWideColumns];
   activation_repeat_bias<T>(p, at_once, bias);
   for (int64_t chunk = begin; chunk < end; ++chunk) {
     const RowRange rows = rows_of_chunk(p.rows, chunk, p.partial_count);
     float* partial = p.partials + chunk * p.dim;
-    float* sums = at_once > 1 ? wide : partial;
-    for (int64_t row = rows.begin; row < rows.end; row += at_once) {
-      const int64_t count = rows.end - row < at_once ? rows.end - row : at_once;
-      activation_backward_row<true, T, Formula>(p, row, 0, count * p.dim, sums, row == rows.begin);
+    float* sums = abreast > 1 ? wide : partial;
+    const int64_t row_count = rows.end - rows.begin;
+    for (int64_t row = 0; row < row_count; row += at_once) {
+      const int64_t count = row_count - row < at_once ? row_count - row : at_once;
+      activation_backward_row<true, T, Formula>(p, rows.begin + row, 0, count * p.dim,
+                                                sums + row % abreast * p.dim, row < abreast);
     }
-    for (int64_t k = 0; at_once > 1 && k < at_once && k < rows.end - rows.begin; ++k) {
+    for (int64_t k = 0; abreast > 1 && k < abreast && k < row_count; ++k) {
       for_each_vector(0, p.dim, [&](int64_t i, auto lanes) {
         accumulate(partial + i, load(wide + k * p.dim + i, lanes), k == 0, lanes);
       });
