@@ -41,16 +41,13 @@ SECTIONS = {
     "diffusion": "Diffusion",
 }
 
-
 Job = tuple[str, object]  # family and name, or "diffusion" and the function that makes the model
 
 
 def jobs() -> list[Job]:
     from integrations import zoo, zoo_diffusion
 
-    left_out = zoo.NOT_BUILT | zoo.TOO_SLOW
-    named = [(family, name) for family, name in zoo.architectures() if name not in left_out]
-    return [*named, *(("diffusion", make) for make in zoo_diffusion.MODELS)]
+    return [*zoo.tested(), *(("diffusion", make) for make in zoo_diffusion.MODELS)]
 
 
 def patched_row(job: Job) -> str:
@@ -61,7 +58,7 @@ def patched_row(job: Job) -> str:
     from integrations.models import randomise
 
     torch.set_num_threads(1)
-    fuselage = kernels.get_local_kernel(next(REPO_DIR.glob("build/torch-*-cpu-*")))
+    fuselage = kernels.get_local_kernel(REPO_DIR, backend="cpu")
     family, which = job
     if family == "diffusion":
         model, _ = zoo_diffusion.make(which)
@@ -85,14 +82,11 @@ def counted(entries: Iterable[str]) -> str:
 
 
 def page(rows: dict[str, list[str]], packages: str) -> str:
-    parts = [HEAD, f"Written with {packages}.\n"]
+    lines = [HEAD, f"Written with {packages}."]
     for family, title in SECTIONS.items():
-        parts.append(f"## {title}\n")
-        parts.append("| model | replaced | left alone |\n| --- | --- | --- |")
-        parts[-1] += "".join(
-            f"\n{line}" for line in sorted(rows[family], key=lambda line: line.split("`")[1])
-        )
-    return "\n".join(parts).replace("\n\n\n", "\n\n") + "\n"
+        lines += ["", f"## {title}", "", "| model | replaced | left alone |", "| --- | --- | --- |"]
+        lines += sorted(rows[family], key=lambda line: line.split("`")[1])
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:

@@ -321,7 +321,8 @@ __attribute__((noinline)) static void activation_backward_chunks(const Activatio
       activation_backward_row<true, T, Formula>(p, rows.begin + row, 0, count * p.dim,
                                                 sums + row % abreast * p.dim, row < abreast);
     }
-    for (int64_t k = 0; abreast > 1 && k < abreast && k < row_count; ++k) {
+    if (abreast == 1) continue;
+    for (int64_t k = 0; k < abreast && k < row_count; ++k) {
       for_each_vector(0, p.dim, [&](int64_t i, auto lanes) {
         accumulate(partial + i, load(wide + k * p.dim + i, lanes), k == 0, lanes);
       });

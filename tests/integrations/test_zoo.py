@@ -58,8 +58,8 @@ def models(names=None) -> list:
             id=f"{family}-{name}",
             marks=() if names is not None or name in QUICK else pytest.mark.slow,
         )
-        for family, name in zoo.architectures()
-        if name not in zoo.NOT_BUILT | zoo.TOO_SLOW and (names is None or name in names)
+        for family, name in zoo.tested()
+        if names is None or name in names
     ]
 
 

@@ -83,6 +83,12 @@ def architectures() -> list[tuple[str, str]]:
     return [(family, name) for name, family in seen.items()]
 
 
+def tested() -> list[tuple[str, str]]:
+    """Those that are built and are not too slow."""
+    left_out = NOT_BUILT | TOO_SLOW
+    return [(family, name) for family, name in architectures() if name not in left_out]
+
+
 def configuration(name: str):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
