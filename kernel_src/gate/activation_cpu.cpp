@@ -31,6 +31,7 @@ struct ActivationMath {
   // e^v for v <= 0: 2^k e^r with |r| <= ln(2) / 2, and a polynomial with a relative error of
   // 3.1e-9. A NaN stays one.
   static FUSELAGE_INLINE Floats exp_negative(Floats v) {
+    if constexpr (kRoundsToHalf && kHasScale) return exp_of_product(v, kLog2OfE);
     if constexpr (kRoundsToHalf) return v < -104.0f ? Floats{} : exp_of_product(v, kLog2OfE);
     const Floats shifted = v * kLog2OfE + kShift;
     const Floats k = shifted - kShift;
@@ -50,9 +51,18 @@ struct ActivationMath {
 
   // 2^(v factor) = 2^k 2^r with |r| <= 1 / 2, and a polynomial with a relative error of 2.0e-9, or
   // 9.1e-8 where results are rounded to a half type. For products in [-190, 0]. The factor's own
-  // rounding counts as one of v.
+  // rounding counts as one of v. kHasScale: k is the floor, the product is rounded once more, and
+  // whatever underflows is zero.
   static constexpr float kLog2OfE = 1.4426950408889634f;
   static FUSELAGE_INLINE Floats exp_of_product(Floats v, float factor) {
+    if constexpr (kRoundsToHalf && kHasScale) {
+      const Floats product = v * factor, r = above_floor(product);
+      Floats p = 1.867130884e-3f * r + 9.017028593e-3f;
+      p = p * r + 5.579991435e-2f;
+      p = p * r + 2.401644498e-1f;
+      p = p * r + 6.931513118e-1f;
+      return scale(p * r + 1.0f, product);
+    }
     const Floats shifted = v * factor + kShift;
     const Floats r = v * factor - (shifted - kShift);
     Floats p;
@@ -76,8 +86,7 @@ struct ActivationMath {
   static FUSELAGE_INLINE Floats minus_absolute(Floats v) { return (Floats)((Words)v | 0x80000000); }
   // A NaN stays one.
   static FUSELAGE_INLINE Floats at_most(Floats v, float limit) {
-    const Floats limits = broadcast(limit);
-    return limits < v ? limits : v;
+    return lesser_of(broadcast(limit), v);
   }
   static FUSELAGE_INLINE Floats if_below(Floats v, float limit, Floats x, Floats y) {
     return v < limit ? x : y;

@@ -75,12 +75,12 @@ FUSELAGE_SHARED ValueAndSlope<Floats> tanh_of(Floats v) {
   return {value, Math::if_below(size, kSmall, 1.0f - large * large, slope)};
 }
 
-// The normal distribution: Phi(v), and its density. Phi(-a) = e^(-a^2 / 2) R(a) for a >= 0, where R
-// is a quotient of polynomials, with a relative error of 6.0e-9, or 4.1e-7 where results are
-// rounded to a half type. All coefficients are positive, so that nothing cancels. R is not needed
-// beyond 15: e^(-a^2 / 2) is zero there in float32.
+// gelu(v) = v Phi(v), and its slope. Phi is that of the normal distribution: Phi(-a) = e^(-a^2 / 2)
+// R(a) for a >= 0, where R is a quotient of polynomials, with a relative error of 6.0e-9, or 4.1e-7
+// where results are rounded to a half type. All coefficients are positive, so that nothing cancels.
+// R is not needed beyond 15: e^(-a^2 / 2) is zero there in float32.
 template <class Math, class Floats = typename Math::Floats>
-FUSELAGE_SHARED ValueAndSlope<Floats> normal_distribution_of(Floats v) {
+FUSELAGE_SHARED ValueAndSlope<Floats> gelu_of(Floats v) {
   const Floats a = Math::at_most(Math::absolute(v), 15.0f);
   Floats p, q;
   if constexpr (Math::kRoundsToHalf) {
@@ -104,7 +104,8 @@ FUSELAGE_SHARED ValueAndSlope<Floats> normal_distribution_of(Floats v) {
   }
   const Floats e = Math::exp_minus_half_square(v);
   const Floats tail = e * Math::quotient(p, q);
-  return {Math::if_negative(v, tail, 1.0f - tail), 3.989422804e-1f * e};
+  const Floats phi = Math::if_negative(v, tail, 1.0f - tail);
+  return {Math::if_below(v, 0.0f, Floats{}, v) - a * tail, phi + v * (3.989422804e-1f * e)};
 }
 
 // act(v) and act'(v). What is not used of the two is not computed. The slopes of relu and relu2 are
@@ -125,8 +126,7 @@ FUSELAGE_SHARED ValueAndSlope<Floats> activate(Floats v) {
   } else if constexpr (kActivation == Activation::tanh) {
     return tanh_of<Math>(v);
   } else if constexpr (kActivation == Activation::gelu) {
-    const ValueAndSlope<Floats> normal = normal_distribution_of<Math>(v);
-    return {v * normal.value, normal.value + v * normal.slope};
+    return gelu_of<Math>(v);
   } else if constexpr (kActivation == Activation::silu) {
     const Sigmoid<Floats> s = sigmoid_of<Math>(v);
     const Floats value = v * s.of;
