@@ -81,7 +81,7 @@ FUSELAGE_SHARED ValueAndSlope<Floats> tanh_of(Floats v) {
 // R is not needed beyond 15: e^(-a^2 / 2) is zero there in float32.
 template <class Math, class Floats = typename Math::Floats>
 FUSELAGE_SHARED ValueAndSlope<Floats> gelu_of(Floats v) {
-  const Floats a = Math::at_most(Math::absolute(v), 15.0f);
+  const Floats size = Math::absolute(v), a = Math::at_most(size, 15.0f);
   Floats p, q;
   if constexpr (Math::kRoundsToHalf) {
     p = 3.988990726e-1f * a + 2.787341273f;
@@ -105,7 +105,10 @@ FUSELAGE_SHARED ValueAndSlope<Floats> gelu_of(Floats v) {
   const Floats e = Math::exp_minus_half_square(v);
   const Floats tail = e * Math::quotient(p, q);
   const Floats phi = Math::if_negative(v, tail, 1.0f - tail);
-  return {Math::if_below(v, 0.0f, Floats{}, v) - a * tail, phi + v * (3.989422804e-1f * e)};
+  // NOTE: of -infinity the formula is infinity times zero, NaN, but not of infinity.
+  const Floats value =
+      Math::if_below(v, 0.0f, Floats{}, v) - Math::if_below(v, 0.0f, size, a) * tail;
+  return {value, phi + v * (3.989422804e-1f * e)};
 }
 
 // act(v) and act'(v). What is not used of the two is not computed. The slopes of relu and relu2 are

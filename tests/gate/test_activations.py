@@ -201,6 +201,19 @@ def test_tails(fuselage, device, activation, dtype):
         assert (got[~near & ~wanted.isinf()].abs() <= SMALLEST).all(), label
 
 
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "none"])
+@each_dtype
+def test_values_at_infinity_and_zero_are_those_of_the_formula(fuselage, device, activation, dtype):
+    """NaN where it multiplies zero by infinity, and the sign of a zero."""
+    x = torch.tensor([-math.inf, math.inf, math.nan, -0.0, 0.0], dtype=dtype, device=device)
+    got = fuselage.bias_act(x, None, activation)
+    expected = ACTIVATIONS[activation](x.double()).to(dtype)
+    assert torch.equal(got.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0)), (got, expected)
+    signs = [t[~expected.isnan()].signbit() for t in (got, expected)]
+    assert torch.equal(*signs), (got, expected)
+
+
 # What a mask of zeros and ones would turn into NaN or infinity, and NaN itself.
 EXTREME = (-1e38, -8.0, -1.0, 0.0, 0.5, 7.0, 8.0, 1e38, float("inf"), -float("inf"), float("nan"))
 SELECTING = {
