@@ -159,16 +159,26 @@ FUSELAGE_INLINE Halves encode(BFloat16, Floats value) {
   return narrow_from_high(value == value ? rounded : quiet_nan);
 }
 
-// The lesser; the second where one is a NaN. (Comparison and choice take g++ 12 two instructions.)
-FUSELAGE_INLINE Floats lesser_of(Floats a, Floats b) {
+// The second where one is a NaN, or both are zero. (Comparison and choice take g++ 12 two
+// instructions.)
 #if FUSELAGE_VECTOR_BYTES == 64
+FUSELAGE_INLINE Floats minimum(Floats a, Floats b) {
   return (Floats)_mm512_maskz_min_ps(0xffff, (__m512)a, (__m512)b);
-#elif FUSELAGE_VECTOR_BYTES == 32
-  return (Floats)_mm256_min_ps((__m256)a, (__m256)b);
-#else
-  return a < b ? a : b;
-#endif
 }
+FUSELAGE_INLINE Floats maximum(Floats a, Floats b) {
+  return (Floats)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+}
+#elif FUSELAGE_VECTOR_BYTES == 32
+FUSELAGE_INLINE Floats minimum(Floats a, Floats b) {
+  return (Floats)_mm256_min_ps((__m256)a, (__m256)b);
+}
+FUSELAGE_INLINE Floats maximum(Floats a, Floats b) {
+  return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+}
+#else
+FUSELAGE_INLINE Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
+FUSELAGE_INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+#endif
 
 // With instructions for it: v - floor(v), and v * 2^floor(power).
 #if FUSELAGE_VECTOR_BYTES == 64

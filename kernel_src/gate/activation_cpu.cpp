@@ -86,8 +86,9 @@ struct ActivationMath {
   static FUSELAGE_INLINE Floats minus_absolute(Floats v) { return (Floats)((Words)v | 0x80000000); }
   // A NaN stays one.
   static FUSELAGE_INLINE Floats at_most(Floats v, float limit) {
-    return lesser_of(broadcast(limit), v);
+    return minimum(broadcast(limit), v);
   }
+  static FUSELAGE_INLINE Floats at_least(Floats v, Floats limits) { return maximum(limits, v); }
   static FUSELAGE_INLINE Floats if_below(Floats v, float limit, Floats x, Floats y) {
     return v < limit ? x : y;
   }

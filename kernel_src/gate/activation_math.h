@@ -6,7 +6,8 @@
 //   reciprocal(v)             1 / v for v in [1, inf]
 //   quotient(u, v)            u / v for u and v in [1e-2, 1e7]
 //   absolute(v), minus_absolute(v)
-//   at_most(v, limit)         the lesser; of a NaN it may be either
+//   at_most(v, limit)         the minimum; of a NaN it may be either
+//   at_least(v, limits)       the maximum, of two zeros v; of a NaN it may be either
 //   if_below(v, limit, x, y)  v < limit ? x : y (limit: one float32); also if_at_most, if_above
 //   if_negative(v, x, y)      v < 0 ? x : y, where x and y are the same for a zero
 //   kRoundsToHalf             results have 11 bits or fewer
@@ -81,7 +82,7 @@ FUSELAGE_SHARED ValueAndSlope<Floats> tanh_of(Floats v) {
 // R is not needed beyond 15: e^(-a^2 / 2) is zero there in float32.
 template <class Math, class Floats = typename Math::Floats>
 FUSELAGE_SHARED ValueAndSlope<Floats> gelu_of(Floats v) {
-  const Floats size = Math::absolute(v), a = Math::at_most(size, 15.0f);
+  const Floats a = Math::at_most(Math::absolute(v), 15.0f);
   Floats p, q;
   if constexpr (Math::kRoundsToHalf) {
     p = 3.988990726e-1f * a + 2.787341273f;
@@ -105,9 +106,9 @@ FUSELAGE_SHARED ValueAndSlope<Floats> gelu_of(Floats v) {
   const Floats e = Math::exp_minus_half_square(v);
   const Floats tail = e * Math::quotient(p, q);
   const Floats phi = Math::if_negative(v, tail, 1.0f - tail);
-  // NOTE: of -infinity the formula is infinity times zero, NaN, but not of infinity.
-  const Floats value =
-      Math::if_below(v, 0.0f, Floats{}, v) - Math::if_below(v, 0.0f, size, a) * tail;
+  // NOTE: of -infinity the formula is infinity times zero, NaN; of infinity it is not. Of -0 it is
+  // -0.
+  const Floats value = Math::at_least(v, -Floats{}) - Math::at_least(a, -v) * tail;
   return {value, phi + v * (3.989422804e-1f * e)};
 }
 

@@ -1,0 +1,192 @@
+// What the GPU's kernels of the gate family are made of: what activation_math.h computes with,
+// activations that are known at run time, vectors of rows, and the bias.
+#pragma once
+
+#include "common/gpu_compat.h"
+#include "common/vector.h"
+#include "gate/activation_math.h"
+
+namespace fuselage {
+namespace {
+
+// What activation_math.h computes with. Where the result has 11 bits or fewer, e^v may be wrong by
+// as much as a rounding of v makes it: one instruction instead of about eight.
+template <typename T>
+struct GpuMath {
+  using Floats = float;
+  // The same for all types of this size.
+  using Shared = GpuMath<std::conditional_t<sizeof(T) == sizeof(float), float, float16>>;
+  static constexpr bool kRoundsToHalf = sizeof(T) < sizeof(float);
+  static __device__ __forceinline__ float exp_negative(float v) {
+    if constexpr (!kRoundsToHalf) return expf(v);
+    return exp2_approximate(1.4426950408889634f * v);
+  }
+  static __device__ __forceinline__ float exp_minus_half_square(float v) {
+    if constexpr (!kRoundsToHalf) return expf(-0.5f * v * v);
+    return exp2_approximate(-0.7213475204444817f * v * v);
+  }
+  static __device__ __forceinline__ float reciprocal(float v) {
+    if constexpr (!kRoundsToHalf) return 1.0f / v;
+    return reciprocal_of_normal(v);
+  }
+  static __device__ __forceinline__ float quotient(float u, float v) {
+    return u * reciprocal_of_normal(v);
+  }
+  static __device__ __forceinline__ float absolute(float v) { return fabsf(v); }
+  static __device__ __forceinline__ float minus_absolute(float v) { return -fabsf(v); }
+  static __device__ __forceinline__ float at_most(float v, float limit) { return fminf(v, limit); }
+  static __device__ __forceinline__ float at_least(float v, float limit) { return fmaxf(v, limit); }
+  static __device__ __forceinline__ float if_below(float v, float limit, float x, float y) {
+    return v < limit ? x : y;
+  }
+  static __device__ __forceinline__ float if_at_most(float v, float limit, float x, float y) {
+    return v <= limit ? x : y;
+  }
+  static __device__ __forceinline__ float if_above(float v, float limit, float x, float y) {
+    return v > limit ? x : y;
+  }
+  static __device__ __forceinline__ float if_negative(float v, float x, float y) {
+    return v < 0.0f ? x : y;
+  }
+};
+
+// A vector of a row on its way, as Loading, for aligned rows whose last vector may be incomplete
+// too.
+template <typename T, int N, bool kAligned>
+struct RowLoading {
+  Loading<T, N, kAligned> loading;
+
+  __device__ __forceinline__ void start(const T* row, int column, int dim) {
+    loading.start(row, column, kAligned ? dim / N * N : dim);
+  }
+  __device__ __forceinline__ Vector<T, N> finish(const T* row, int column, int dim) const {
+    if (kAligned && column < dim && column + N > dim)
+      return Vector<T, N>::load_elements(row, column, dim);
+    return loading.finish(row, column, dim);
+  }
+};
+
+// All lanes of the warp call together unless kAligned.
+template <bool kAligned, int N, typename T>
+__device__ __forceinline__ void store_in_row(const Vector<T, N>& vector, T* row, int column,
+                                             int dim) {
+  if constexpr (!kAligned) {
+    store<false>(vector, row, column, dim, column < dim);
+  } else if (column + N <= dim) {
+    vector.store(row + column);
+  } else if (column < dim) {
+    Vector<T, N>::store_elements(vector, row, column, dim);
+  }
+}
+
+template <int N>
+struct Elements {
+  float of[N];
+};
+
+// f(AddFormula) of one input, for an activation that is known at run time. Not AddFormula<none>: it
+// reads no inputs.
+template <class Math, typename F>
+__device__ __forceinline__ void with_add_formula(Activation activation, F&& f) {
+  switch (activation) {
+    case Activation::none: break;
+    case Activation::relu: f(AddFormula<Math, Activation::relu, false>{}); break;
+    case Activation::sigmoid: f(AddFormula<Math, Activation::sigmoid, false>{}); break;
+    case Activation::tanh: f(AddFormula<Math, Activation::tanh, false>{}); break;
+    case Activation::gelu: f(AddFormula<Math, Activation::gelu, false>{}); break;
+    case Activation::gelu_tanh: f(AddFormula<Math, Activation::gelu_tanh, false>{}); break;
+    case Activation::gelu_quick: f(AddFormula<Math, Activation::gelu_quick, false>{}); break;
+    case Activation::silu: f(AddFormula<Math, Activation::silu, false>{}); break;
+    case Activation::relu2: f(AddFormula<Math, Activation::relu2, false>{}); break;
+  }
+}
+
+// act(x), and grad_out * act'(x). Not inlined: all kernels of other activations share the code.
+template <class Math, int N>
+__device__ __noinline__ Elements<N> activate_any(Activation activation, Elements<N> x) {
+  with_add_formula<Math>(activation, [&](auto formula) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) x.of[k] = decltype(formula)::forward(x.of[k], 0.0f, Scalars{});
+  });
+  return x;
+}
+
+template <class Math, int N>
+__device__ __noinline__ Elements<N> gradient_any(Activation activation, Elements<N> grad_out,
+                                                 Elements<N> x) {
+  with_add_formula<Math>(activation, [&](auto formula) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      float unused;
+      decltype(formula)::backward(grad_out.of[k], x.of[k], 0.0f, Scalars{}, grad_out.of[k], unused);
+    }
+  });
+  return grad_out;
+}
+
+// As AddFormula, of any activation but `none`.
+template <class Math_, bool kHasY_>
+struct AnyAddFormula {
+  using Math = typename Math_::Shared;
+  static constexpr bool kHasY = kHasY_;
+  static constexpr bool kHasBias = true;
+  static constexpr bool kReadsInputs = true;
+  using Sum = AddFormula<Math, Activation::none, kHasY>;
+};
+
+template <class Formula>
+constexpr bool kIsAny = false;
+template <class Math, bool kHasY>
+constexpr bool kIsAny<AnyAddFormula<Math, kHasY>> = true;
+
+// The formula whose kernels do the work of `Formula` where it is rare.
+template <class Formula>
+struct RareFormula {
+  using type = Formula;
+};
+template <class Math, Activation kActivation, bool kHasY>
+struct RareFormula<AddFormula<Math, kActivation, kHasY>> {
+  using type = AnyAddFormula<Math, kHasY>;
+};
+template <class Math, bool kHasY>
+struct RareFormula<AddFormula<Math, Activation::none, kHasY>> {
+  using type = AddFormula<Math, Activation::none, kHasY>;
+};
+
+template <bool kAligned, int N, typename W>
+__device__ __forceinline__ void add_bias(const W* bias, int column, int dim, float (&values)[N]) {
+  RowLoading<W, N, kAligned> loading;
+  loading.start(bias, column, dim);
+  float added[N];
+  loading.finish(bias, column, dim).to_floats(added);
+#pragma unroll
+  for (int k = 0; k < N; ++k) values[k] += added[k];
+}
+
+// The same where rows follow each other without a gap: past the end of the bias comes its start.
+template <int N, typename W>
+__device__ __forceinline__ void add_repeated_bias(const W* bias, int column, int dim,
+                                                  float (&values)[N]) {
+  constexpr int kPiece = N * sizeof(W) > 16 ? 16 / sizeof(W) : N;
+  using Piece = Loading<W, kPiece, false>;
+#pragma unroll
+  for (int i = 0; i < N; i += kPiece) {
+    if (Piece::in_blocks(bias, column, dim, Piece::V::shift_of(bias + column))) {
+      float added[kPiece];
+      load<false, kPiece>(bias, column, dim).to_floats(added);
+#pragma unroll
+      for (int k = 0; k < kPiece; ++k) values[i + k] += added[k];
+      column += kPiece;
+      if (column == dim) column = 0;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kPiece; ++k) {
+        values[i + k] += to_float(bias[column]);
+        if (++column == dim) column = 0;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fuselage
