@@ -93,6 +93,9 @@ def layer_norm(
     if x.numel() == 0:  # PyTorch 2.11, on CUDA: fails in the backward of what no rows use
         out = x.float() if weight is None else x.float() * weight
         return (out if bias is None else out + bias).to(x.dtype)
+    if weight is None:  # likewise, in the backward of a bias alone
+        out = F.layer_norm(x.float(), x.shape[-1:], eps=eps)
+        return (out if bias is None else out + bias).to(x.dtype)
     return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 

@@ -390,6 +390,26 @@ def check_repeats(kernel, draw: Draw, call, outputs, grads, grad_outs, requires)
     compare_bits(outputs, grads, again, grads_again, "not the same bits again")
 
 
+# In their backward on a GPU, rows off 16-byte boundaries may be added up in another order:
+# docs/limits.md.
+RMS_NORMS = ("rms_norm", "fused_add_rms_norm")
+ADA_NORMS = ("ada_layer_norm", "ada_rms_norm", "gate_residual_ada_norm")
+STAGED = (*RMS_NORMS, "layer_norm", "fused_add_layer_norm", *ADA_NORMS)
+
+
+def is_aligned(t: Tensor) -> bool:
+    strides = [step for size, step in zip(t.shape[:-1], t.stride()) if size > 1]
+    return all(number * t.itemsize % 16 == 0 for number in (t.storage_offset(), *strides))
+
+
+def has_one_order(call: Call, name: str) -> bool:
+    """Whether the gradient of `name` has the same bits for rows of any alignment."""
+    op, x = call.op, call.inputs[call.op.main]
+    if x.device.type == "cpu" or op.name not in STAGED:
+        return True
+    return name in op.row_inputs and (op.name not in RMS_NORMS or x.shape[-1] <= 7000)
+
+
 def check_contiguous(kernel, call: Call, outputs, grads, grad_outs, requires) -> None:
     copies = {
         name: t.clone(memory_format=torch.contiguous_format) if isinstance(t, Tensor) else t
@@ -399,6 +419,9 @@ def check_contiguous(kernel, call: Call, outputs, grads, grad_outs, requires) ->
         again = call.op.run(kernel, copies, call.options)
     grad_copies = {name: g.contiguous() for name, g in grad_outs.items()}
     grads_again = run_gradients(kernel, call.op, copies, call.options, grad_copies, requires)
+    given = (*call.inputs.values(), *copies.values(), *grad_outs.values(), *grad_copies.values())
+    if not all(is_aligned(t) for t in given if isinstance(t, Tensor)):
+        grads = {name: grad for name, grad in grads.items() if has_one_order(call, name)}
     compare_bits(outputs, grads, again, grads_again, "other bits in another layout")
 
 
