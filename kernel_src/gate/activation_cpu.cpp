@@ -431,7 +431,9 @@ int64_t activation_backward_chunks(int64_t rows, int64_t dim) {
   constexpr int64_t kLeastRows = 8, kLeastElements = 32768;
   const int64_t rows_of_a_task = kLeastElements / dim;
   const int64_t least = rows_of_a_task > kLeastRows ? rows_of_a_task : kLeastRows;
-  const int64_t chunk = baseline::chunk_rows(rows, least);
+  // Of narrow rows more than others: as many as these are summed side by side.
+  const int64_t most = least > 128 ? least : 128;
+  const int64_t chunk = baseline::chunk_rows(rows, least, most);
   return (rows + chunk - 1) / chunk;
 }
 
