@@ -194,11 +194,11 @@ FUSELAGE_INLINE int64_t activation_rows_at_once(const ActivationBackward& p) {
   return gapless ? activation_rows_side_by_side(p.dim) : 1;
 }
 
-// Puts in place of the bias one that is repeated for each of `at_once` rows.
+// Puts in place of the bias of narrow rows one of float32, repeated for each of `at_once` rows.
 template <class T, class Params>
 FUSELAGE_INLINE void activation_repeat_bias(Params& p, int64_t at_once,
                                             float (&repeated)[kActivationWideColumns]) {
-  if (at_once == 1 || p.bias == nullptr) return;
+  if (p.dim > kActivationWideColumns || p.bias == nullptr) return;
   for (int64_t row = 0; row < at_once; ++row) {
     for_each_vector(0, p.dim, [&](int64_t i, auto lanes) {
       store(repeated + row * p.dim + i, load_as<T>(p.bias, p.bias_dtype, i, lanes), lanes);
@@ -326,10 +326,11 @@ __attribute__((noinline)) static void activation_backward_chunks(const Activatio
     float* partial = p.partials + chunk * p.dim;
     float* sums = abreast > 1 ? wide : partial;
     const int64_t row_count = rows.end - rows.begin;
-    for (int64_t row = 0; row < row_count; row += at_once) {
+    for (int64_t row = 0, place = 0; row < row_count; row += at_once, place += at_once) {
       const int64_t count = row_count - row < at_once ? row_count - row : at_once;
+      if (place == abreast) place = 0;
       activation_backward_row<true, T, Formula>(p, rows.begin + row, 0, count * p.dim,
-                                                sums + row % abreast * p.dim, row < abreast);
+                                                sums + place * p.dim, row < abreast);
     }
     if (abreast == 1) continue;
     for (int64_t k = 0; k < abreast && k < row_count; ++k) {
