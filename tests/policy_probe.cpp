@@ -229,12 +229,21 @@ void rms_norm_forward(const DeviceInfo& device, Report& report) {
   });
 }
 
+// Blocks that sum columns, where there are any: threads, and shared memory as the kernel uses it.
+void expect_column_blocks(Report& report, const DeviceInfo& device, int blocks, int sums,
+                          const RowPolicy& row, int vector_size, int shared_bytes) {
+  const int threads = row.threads_per_row * row.rows_per_block;
+  report.expect(blocks == 0 || (threads >= kRowBackwardTile && blocks < device.multiprocessors &&
+                                shared_bytes >= sums * threads * vector_size * 4),
+                "blocks of columns");
+}
+
 void rms_norm_backward(const DeviceInfo& device, Report& report) {
   for_each_types([&](DType x, DType out) {
     for_each_layout([&](int64_t dim, int64_t rows, int64_t stride, int offset) {
       for (const bool residual : {false, true}) {
         RmsNormBackward p{};
-        p.x = at(), p.grad_out = at(offset), p.weight = at(), p.grad_x = at();
+        p.x = at(), p.grad_out = at(offset), p.weight = at(), p.grad_x = p.grad_weight = at();
         if (residual) p.grad_new_residual = at(offset);
         p.rows = rows, p.dim = dim;
         p.x_stride = dim, p.grad_out_stride = p.grad_new_residual_stride = stride;
@@ -250,13 +259,18 @@ void rms_norm_backward(const DeviceInfo& device, Report& report) {
                         {p.weight, 0, dim, 4}});
         const BackwardPolicy policy = rms_norm_backward_policy(device, aligned, p);
         const RowPolicy& row = policy.row;
-        expect_legal_rows(report, device,
-                          {row.streamed ? rows : policy.blocks, 1, row.threads_per_row,
-                           row.rows_per_block, policy.shared_bytes + kKB, row.cluster},
-                          kBackwardThreads);
+        expect_legal_rows(
+            report, device,
+            {row.streamed ? rows : policy.blocks + policy.column_blocks, 1, row.threads_per_row,
+             row.rows_per_block, policy.shared_bytes + kKB, row.cluster},
+            kBackwardThreads);
         report.expect(policy.blocks >= 1, "no partial sums");
         if (row.streamed) continue;
-        report.expect(!policy.bulk || (aligned && device.has_bulk_copy), "bulk copies");
+        report.expect(
+            !policy.bulk || (aligned && device.has_bulk_copy && policy.column_blocks == 0),
+            "bulk copies");
+        expect_column_blocks(report, device, policy.column_blocks, 1, row, 16 / size,
+                             policy.shared_bytes);
         report.expect(policy.stages >= (aligned ? 1 : 2) && policy.stages <= kMaxStages, "stages");
         const int64_t held = int64_t{row.cluster} * row.threads_per_row * row.vectors * (16 / size);
         report.expect(held >= dim && row.vectors * (16 / size) <= kBackwardColumns,
@@ -319,7 +333,6 @@ void expect_row_backward(Report& report, const DeviceInfo& device, const RowBack
   report.expect(shape.short_rows || row.vectors * vector_size == shape.max_columns,
                 "no kernel for so few columns a thread");
   // Shared memory, as the kernel uses it.
-  const int threads = row.threads_per_row * row.rows_per_block;
   const int64_t columns = held / row.cluster * row.rows_per_block;
   const int element_bytes =
       (shape.tensors - 1) * shape.element_size + shape.grad_out_size + shape.statistics * 4 / 32;
@@ -330,10 +343,8 @@ void expect_row_backward(Report& report, const DeviceInfo& device, const RowBack
   report.expect(!shape.factors_in_shared ||
                     policy.shared_bytes >= factors + policy.stages * columns * element_bytes,
                 "no room for the factors");
-  report.expect(policy.column_blocks == 0 ||
-                    (threads >= kRowBackwardTile && policy.column_blocks < device.multiprocessors &&
-                     policy.shared_bytes >= shape.column_sums * threads * vector_size * 4),
-                "blocks of columns");
+  expect_column_blocks(report, device, policy.column_blocks, shape.column_sums, row, vector_size,
+                       policy.shared_bytes);
 }
 
 void ada_norm_backward(const DeviceInfo& device, Report& report) {

@@ -1,4 +1,4 @@
-// Root mean square normalisation: what the GPU (norm/rms_norm.cu) and CPU (norm/rms_norm_cpu.cpp)
+// Root mean square normalisation: what the GPU (norm/rms_norm*.cu) and CPU (norm/rms_norm_cpu.cpp)
 // kernels are given. One forward struct serves rms_norm and fused_add_rms_norm, one backward struct
 // both gradients.
 //
@@ -39,7 +39,7 @@ struct RmsNormBackward {
   const float* rstd;              // [rows]
   void* grad_x;                   // [rows, dim] x_dtype, contiguous, or null when not needed
   void* grad_weight;              // [dim] weight_dtype, or null when not needed
-  float* partials;                // [partial_count, dim] workspace, null without grad_weight
+  float* partials;                // [partial_count, dim] workspace, null if that is empty
   int64_t partial_count;
   int64_t rows, dim;
   int64_t grad_out_stride, grad_new_residual_stride, x_stride;  // elements between rows
@@ -54,7 +54,7 @@ const char* rms_norm_forward(const RmsNormForward& p, int device, void* stream);
 const char* rms_norm_backward(const RmsNormBackward& p, int device, void* stream);
 
 // The partial_count to give rms_norm_backward for these arguments (of which `partials` is not
-// looked at).
+// looked at): 0 where rows are so few that nothing is summed in two stages.
 int64_t rms_norm_backward_partials(const RmsNormBackward& p, int device);
 
 }  // namespace gpu

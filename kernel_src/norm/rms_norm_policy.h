@@ -7,6 +7,7 @@
 #include "common/alignment.h"
 #include "common/launch_policy.h"
 #include "norm/rms_norm.h"
+#include "norm/row_backward_policy.h"
 #include "norm/row_forward_policy.h"
 
 namespace fuselage {
@@ -49,14 +50,16 @@ constexpr int kMaxStages = 4;
 
 struct BackwardPolicy {
   RowPolicy row;
-  bool bulk;         // whole rows are copied by one thread
-  int stages;        // rows under way between global and shared memory
-  int shared_bytes;  // dynamic shared memory of a block
-  int blocks;        // persistent blocks; each cluster of them leaves one row of weight partials
+  bool bulk;          // whole rows are copied by one thread
+  int stages;         // rows under way between global and shared memory
+  int shared_bytes;   // dynamic shared memory of a block
+  int blocks;         // persistent blocks; each cluster of them leaves one row of weight partials
+  int column_blocks;  // that make the weight gradient themselves: no partial sums then
 };
 
-inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& device, bool aligned,
+inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& real_device, bool aligned,
                                                const RmsNormBackward& p) {
+  DeviceInfo device = real_device;
   const int x_size = dtype_size(p.x_dtype), out_size = dtype_size(p.out_dtype);
   const bool has_grad_new_residual = p.grad_new_residual != nullptr;
   const int64_t rows = p.rows, dim = p.dim;
@@ -108,12 +111,22 @@ inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& device, bool al
   row.vectors = most_vectors;
   while (row.vectors > 1 && block_count <= kWarpSize * row.vectors / 2) row.vectors /= 2;
   row.threads_per_row = threads_for(block_count, row.vectors);
+  // Where rows are few, the weight gradient is made by blocks of their own.
+  const int64_t most_rows = row.cluster > 1 ? 1 : kBackwardThreads / row.threads_per_row;
+  if (p.grad_weight != nullptr) {
+    constexpr int kSteps = 8;
+    policy.column_blocks = column_blocks_for(
+        device,
+        {1, rows, dim, vector_size, aligned, row.cluster, row.threads_per_row, most_rows, kSteps});
+    device.multiprocessors -= policy.column_blocks;
+  }
   // As many rows side by side as there are for each multiprocessor, threads for, and room for two
   // stages.
   if (row.cluster == 1) {
-    const int64_t rows_each = ceil_div(rows, device.multiprocessors);
-    row.rows_per_block =
-        static_cast<int>(std::clamp<int64_t>(rows_each, 1, kBackwardThreads / row.threads_per_row));
+    int64_t rows_each = ceil_div(rows, device.multiprocessors);
+    if (policy.column_blocks > 0)
+      rows_each = std::max(rows_each, least_rows_beside_columns(rows, row.threads_per_row));
+    row.rows_per_block = static_cast<int>(std::clamp<int64_t>(rows_each, 1, most_rows));
     while (!aligned && row.rows_per_block > 1 &&
            least_bytes_of(row.rows_per_block, row.threads_per_row, row.vectors) > shared_bytes) {
       --row.rows_per_block;
@@ -127,7 +140,7 @@ inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& device, bool al
   const int64_t turns =
       ceil_div(rows * row.cluster, int64_t{device.multiprocessors} * row.rows_per_block);
   policy.bulk = aligned && device.has_bulk_copy && row.threads_per_row > kWarpSize && turns > 2 &&
-                2 * bulk_bytes_of(1) <= shared_bytes;
+                policy.column_blocks == 0 && 2 * bulk_bytes_of(1) <= shared_bytes;
   while (policy.bulk && 2 * bulk_bytes_of(row.rows_per_block) > shared_bytes) --row.rows_per_block;
   const int stage_bytes =
       policy.bulk ? bulk_bytes_of(row.rows_per_block)
@@ -154,6 +167,10 @@ inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& device, bool al
   const int weight_bytes = row.rows_per_block * columns * static_cast<int>(sizeof(float));
   policy.shared_bytes =
       std::max(policy.stages * (stage_bytes + rstd_bytes) + out_bytes, weight_bytes);
+  if (policy.column_blocks > 0) {
+    const int threads = row.rows_per_block * row.threads_per_row;
+    policy.shared_bytes = std::max(policy.shared_bytes, column_bytes(1, threads, vector_size));
+  }
   const int64_t row_blocks = ceil_div(rows, row.rows_per_block);
   policy.blocks = static_cast<int>(std::min<int64_t>(
       row_blocks * row.cluster, std::max(device.multiprocessors / row.cluster, 1) * row.cluster));

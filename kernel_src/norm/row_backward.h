@@ -358,13 +358,8 @@ struct RowBackwardThread {
     __syncthreads();
     const int thread = threadIdx.y * blockDim.x + threadIdx.x;
     for (int c = thread * kWidth; c < width; c += blockDim.x * blockDim.y * kWidth) {
-      float sum[kWidth] = {};
-      for (int row = 0; row < static_cast<int>(blockDim.y); ++row) {
-        float values[kWidth];
-        Vector<float, kWidth>::load_shared(rows + row * width + c).to_floats(values);
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) sum[k] += values[k];
-      }
+      float sum[kWidth];
+      add_block_rows(rows + c, width, sum);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
         const int column = block_in_row * width + c + k;

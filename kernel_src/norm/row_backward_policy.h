@@ -20,11 +20,6 @@ constexpr int kLeastRowVectors = 2;
 // Vectors of a row in a tile of columns, where blocks have columns.
 constexpr int kRowBackwardTile = 8;
 
-// Rows of a group of which the sums of columns are made by blocks of their own, at most. On an
-// H200, bfloat16: ada_layer_norm (2, 77, 2048) takes 6.2 us so, and 11.9 with a second kernel; (1,
-// 512, 3072) 10.9 and 14.3; layer_norm (1024, 2048) 13.0 and 14.7.
-constexpr int64_t kFewRows = 1024;
-
 // Less the kernels' own arrays.
 constexpr int kRowBackwardArrayBytes = 4096;
 
@@ -106,6 +101,53 @@ struct RowBackwardMemory {
   }
 };
 
+// ---- blocks that have columns (norm/row_columns.h) ----
+//
+// They pay where rows are few: then they are done before a second kernel would have started. Each
+// step down the rows takes them about 0.27 us on an H100, and twice that where rows are not
+// aligned; blocks of rows take longer with each turn. On an H100, bfloat16: rms_norm (64, 4096)
+// takes 3.4 us so, and 6.7 with a second kernel; (512, 4096) 8.8 and 10.8; but (1024, 128), of
+// whose blocks each has 64 steps, 17.6 and 4.4. On an H200: ada_layer_norm (2, 77, 2048) 6.2 and
+// 11.9; (1, 512, 3072) 10.9 and 14.3; layer_norm (1024, 2048) 13.0 and 14.7.
+
+// The rows that blocks beside them have: threads for few steps.
+inline int64_t least_rows_beside_columns(int64_t group_rows, int threads_per_row) {
+  return ceil_div(std::clamp<int64_t>(group_rows, 128, 512), threads_per_row);
+}
+
+// What decides about them.
+struct ColumnBlocksShape {
+  int64_t groups, group_rows, dim;
+  int vector_size;
+  bool aligned;
+  int cluster, threads_per_row;
+  int64_t most_rows;  // of a block
+  int steps;          // that take as long as a second kernel
+};
+
+// How many there are: one of each tile of columns, or none.
+inline int column_blocks_for(const DeviceInfo& device, const ColumnBlocksShape& shape) {
+  const int64_t tiles =
+      ceil_div(shape.dim, int64_t{kRowBackwardTile} * shape.vector_size) * shape.groups;
+  if (tiles > device.multiprocessors / 2) return 0;
+  const int64_t count = ceil_div(tiles, shape.cluster) * shape.cluster;
+  const int64_t row_blocks =
+      std::max<int64_t>(1, (device.multiprocessors - count) / shape.cluster / shape.groups);
+  const int64_t rows =
+      std::clamp(std::max(ceil_div(shape.group_rows, row_blocks),
+                          least_rows_beside_columns(shape.group_rows, shape.threads_per_row)),
+                 int64_t{1}, shape.most_rows);
+  const int64_t lanes = std::max<int64_t>(1, rows * shape.threads_per_row / kRowBackwardTile);
+  const int64_t steps = ceil_div(shape.group_rows, lanes) * (shape.aligned ? 1 : 2);
+  const int64_t turns = ceil_div(shape.group_rows, rows * row_blocks);
+  return steps <= shape.steps + 4 * (turns - 1) ? static_cast<int>(count) : 0;
+}
+
+// Shared memory for the sums of each thread.
+inline int column_bytes(int sums, int threads, int vector_size) {
+  return sums * threads * vector_size * 4;
+}
+
 // How many rows a stage holds and how many stages there are: fills policy.bulk, .stages and
 // .shared_bytes. The rows of a block may become fewer.
 inline void row_backward_stages(const DeviceInfo& device, const RowBackwardMemory& memory,
@@ -152,8 +194,8 @@ inline void row_backward_stages(const DeviceInfo& device, const RowBackwardMemor
   const int sums_bytes = rows * threads * vectors * memory.vector_size * 4;
   policy.shared_bytes = std::max(policy.stages * stage_bytes + other_bytes, sums_bytes);
   if (policy.column_blocks > 0) {
-    policy.shared_bytes =
-        std::max(policy.shared_bytes, shape.column_sums * rows * threads * memory.vector_size * 4);
+    policy.shared_bytes = std::max(
+        policy.shared_bytes, column_bytes(shape.column_sums, rows * threads, memory.vector_size));
   }
 }
 
@@ -198,24 +240,23 @@ inline RowBackwardPolicy row_backward_policy(const DeviceInfo& real_device,
     row.vectors /= 2;
   }
   row.threads_per_row = threads_for(block_count, row.vectors);
+  const int64_t most_rows = row.cluster > 1 ? 1 : block_threads / row.threads_per_row;
   // Where rows are few, the sums of columns are made by blocks of their own.
-  const int tiles = static_cast<int>(ceil_div(shape.dim, kRowBackwardTile * memory.vector_size));
-  if (shape.column_sums > 0 && !shape.sums_need_rows && shape.group_rows <= kFewRows &&
-      tiles * shape.groups <= device.multiprocessors / 2) {
-    policy.column_blocks =
-        static_cast<int>(ceil_div(tiles * shape.groups, row.cluster) * row.cluster);
+  if (shape.column_sums > 0 && !shape.sums_need_rows) {
+    constexpr int kSteps = 12;  // a second kernel has several sums to add up
+    policy.column_blocks = column_blocks_for(
+        device, {shape.groups, shape.group_rows, shape.dim, memory.vector_size, shape.aligned,
+                 row.cluster, row.threads_per_row, most_rows, kSteps});
     device.multiprocessors -= policy.column_blocks;
   }
   // As many rows side by side as there are for each multiprocessor, threads for, and room for two
   // stages.
   const int64_t blocks = std::max<int64_t>(1, device.multiprocessors / row.cluster / shape.groups);
   if (row.cluster == 1) {
-    const int64_t most_rows = block_threads / row.threads_per_row;
-    // Blocks that have columns need threads for more than a few rows.
-    const int64_t least_rows =
-        policy.column_blocks > 0 ? std::clamp<int64_t>(128 / row.threads_per_row, 1, most_rows) : 1;
-    row.rows_per_block = static_cast<int>(
-        std::clamp<int64_t>(ceil_div(shape.group_rows, blocks), least_rows, most_rows));
+    int64_t rows = ceil_div(shape.group_rows, blocks);
+    if (policy.column_blocks > 0)
+      rows = std::max(rows, least_rows_beside_columns(shape.group_rows, row.threads_per_row));
+    row.rows_per_block = static_cast<int>(std::clamp<int64_t>(rows, 1, most_rows));
     const int least_stages = shape.aligned ? 1 : 2;
     while (row.rows_per_block > 1 &&
            memory.bytes(least_stages, row.rows_per_block, row.threads_per_row, row.vectors) >

@@ -6,8 +6,10 @@
 #include <type_traits>
 
 #include "common/quotient.h"
+#include "common/reduce.h"
 #include "common/reduce_partials.h"
-#include "norm/row_stages.h"
+#include "common/vector.h"
+#include "norm/row_tensors.h"
 
 namespace fuselage {
 namespace {
