@@ -45,6 +45,11 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
   return cudaSuccess;
 }
 
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+  std::strcpy(properties->name, "a GPU without a tuning");
+  return is_broken ? cudaErrorMadeUp : cudaSuccess;
+}
+
 cudaError_t cudaGetDevice(int* device) {
   *device = current_device;
   return cudaSuccess;

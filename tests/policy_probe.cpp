@@ -20,13 +20,13 @@ namespace {
 using namespace fuselage;
 
 struct Device {
-  const char* name;
+  std::string name;
   DeviceInfo info;
 };
 
 constexpr int kKB = 1024;
 
-const Device kDevices[] = {
+const std::vector<Device> kDevices = {
     {"T4", nvidia_device(7, 5, 40, 64 * kKB)},
     {"A100", nvidia_device(8, 0, 108, 163 * kKB)},
     {"RTX 3090", nvidia_device(8, 6, 82, 99 * kKB)},
@@ -613,14 +613,40 @@ const Family kFamilies[] = {
     {"lm_head", lm_head},
 };
 
+std::vector<Device> devices_tuned() {
+  std::vector<Device> devices;
+  const auto add = [&](const Device& device, const std::string& what, const Tuning& tuning) {
+    devices.push_back({device.name + ", " + what, device.info});
+    devices.back().info.tuning = tuning;
+  };
+  for (const Device& device : kDevices) {
+    if (device.name != "H100" && device.name != "RTX 5090" && device.name != "MI300X") continue;
+    Tuning least, most;
+    for (const Tunable& tunable : kTunables) {
+      for (const int value : tunable.values) {
+        if (value == 0) continue;
+        Tuning tuning;
+        tuning.*tunable.value = most.*tunable.value = value;
+        add(device, std::string(tunable.name) + "=" + std::to_string(value), tuning);
+      }
+      least.*tunable.value = tunable.values[0];
+    }
+    add(device, "least", least);
+    add(device, "most", most);
+  }
+  return devices;
+}
+
 }  // namespace
 
-int main() {
+// `policy_probe tuned`: with every value of every parameter of a tuning (common/tuning.h).
+int main(int count, char**) {
+  const std::vector<Device> devices = count > 1 ? devices_tuned() : kDevices;
   for (const Family& family : kFamilies) {
-    for (const Device& device : kDevices) {
+    for (const Device& device : devices) {
       Report report;
       family.sweep(device.info, report);
-      std::printf("%s|%s|%lld|%lld|%s\n", family.name, device.name,
+      std::printf("%s|%s|%lld|%lld|%s\n", family.name, device.name.c_str(),
                   static_cast<long long>(report.cases), static_cast<long long>(report.violations),
                   report.first.c_str());
     }

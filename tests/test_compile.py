@@ -60,7 +60,7 @@ def test_every_op_is_checked(fuselage, op):
         if schema.name.startswith(prefix)
     }
     assert op.registered_name in registered
-    assert registered == checked
+    assert registered == checked | {"read_tuning"}  # which takes and gives no values
 
 
 def check_compiled(op, kernel, device, style, dtype, backend, *, training: bool) -> None:

@@ -8,38 +8,11 @@ needs a GPU or its toolkit.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPO_DIR
-
-sys.path.insert(0, str(REPO_DIR / "tools"))
-
-from builder.toolchain import find_cxx
 from check_abi import shared_state
-
-SOURCES = REPO_DIR / "kernel_src"
-TESTS = REPO_DIR / "tests"
-
-
-def compiled(output: Path, *arguments: object) -> Path:
-    """What the C++ compiler makes of `arguments`."""
-    command = [find_cxx().path, "-std=c++17", "-O1", "-Wall", "-Wextra", f"-I{SOURCES}"]
-    command += [str(argument) for argument in arguments]
-    result = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert not result.stderr, result.stderr
-    return output
-
-
-def printed(program: Path, *arguments: str) -> list[str]:
-    """The lines that `program` prints."""
-    result = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout.splitlines()
-
+from probes import SOURCES, TESTS, compiled, made_up_headers, printed
 
 # policies
 
@@ -100,11 +73,7 @@ def test_no_kernel_or_policy_compares_a_capability():
 
 @pytest.fixture(scope="module")
 def made_up_runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the CUDA headers that gpu_compat.h includes, of a made-up runtime."""
-    folder = tmp_path_factory.mktemp("runtime")
-    for name in ("cuda_bf16.h", "cuda_fp16.h", "cuda_runtime.h"):
-        (folder / name).write_text(f'#include "{TESTS}/made_up_runtime.h"\n')
-    return folder
+    return made_up_headers(tmp_path_factory.mktemp("runtime"))
 
 
 def test_device_code_keeps_no_state_that_versions_share(made_up_runtime: Path):

@@ -62,7 +62,7 @@ def copy_source_set(config: BuildConfig, target: Path) -> None:
     files = {path for section in config.sections for path in section.src} | {"build.toml"}
     for folder in ("torch-ext", "tests"):
         for path in (config.root / folder).rglob("*"):
-            if path.suffix in (".py", ".pyi") and path.name != "_ops.py":
+            if path.suffix in config.data_suffixes and path.name != "_ops.py":
                 files.add(path.relative_to(config.root).as_posix())
     for name in sorted(files):
         (target / name).parent.mkdir(parents=True, exist_ok=True)

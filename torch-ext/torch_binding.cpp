@@ -12,6 +12,7 @@ static void register_ops(const fuselage::binding::Ops& ops) {
   register_gate_ops(ops);
   register_rope_ops(ops);
   register_sample_ops(ops);
+  register_tuning_ops(ops);
 }
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, library) {

@@ -5,12 +5,20 @@
 // library would share it.
 #include "common/device_info.h"
 
+#if defined(__linux__)
+#include <link.h>
+#endif
+
 #include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 
 #include "common/gpu_compat.h"
+#include "common/tuning_file.h"
 
 namespace fuselage {
 namespace {
@@ -21,14 +29,18 @@ std::mutex infos_mutex;
 DeviceInfo infos[kKeptDevices];
 std::atomic<bool> is_known[kKeptDevices];
 
-template <typename Attribute>
-int attribute_of(int device, Attribute attribute) {
-  int value = 0;
-  const gpuError error = gpuDeviceGetAttribute(&value, attribute, device);
-  if (error == gpuSuccess) return value;
+void expect_read(int device, gpuError error) {
+  if (error == gpuSuccess) return;
   static_cast<void>(gpuGetLastError());  // or the next launch would report it
   throw std::runtime_error("fuselage: the properties of GPU " + std::to_string(device) +
                            " cannot be read: " + gpuGetErrorString(error));
+}
+
+template <typename Attribute>
+int attribute_of(int device, Attribute attribute) {
+  int value = 0;
+  expect_read(device, gpuDeviceGetAttribute(&value, attribute, device));
+  return value;
 }
 
 DeviceInfo query(int device) {
@@ -42,6 +54,103 @@ DeviceInfo query(int device) {
                        shared_memory);
 #endif
 }
+
+// ---- the tuning (docs/tuning.md) ----
+
+// On stderr, not by Python's logging: this may run without the interpreter's lock, or without an
+// interpreter.
+void print_line(const std::string& line) { std::fprintf(stderr, "fuselage: %s\n", line.c_str()); }
+
+std::string environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+// The folder of this library, which is that of the Python package; empty if it is not known. NOTE:
+// not by dladdr, which in glibc 2.34 changed its library, and its version.
+std::string library_folder() {
+#if defined(__linux__)
+  struct Search {
+    uintptr_t address;
+    std::string path;
+  } search{reinterpret_cast<uintptr_t>(&library_folder), ""};
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, size_t, void* data) {
+        Search& its = *static_cast<Search*>(data);
+        for (int i = 0; i < info->dlpi_phnum; ++i) {
+          const auto& part = info->dlpi_phdr[i];
+          const uintptr_t begin = info->dlpi_addr + part.p_vaddr;
+          if (part.p_type != PT_LOAD || its.address < begin || its.address - begin >= part.p_memsz)
+            continue;
+          its.path = info->dlpi_name;
+          return 1;
+        }
+        return 0;
+      },
+      &search);
+  const size_t slash = search.path.rfind('/');
+  return slash == std::string::npos ? "" : search.path.substr(0, slash);
+#else
+  return "";
+#endif
+}
+
+// The text of a file, or false if there is none. Throws what is wrong with one that is there.
+bool read_file(const std::string& path, std::string& text) {
+  constexpr size_t kMostBytes = 1 << 20;
+  std::FILE* file = std::fopen(path.c_str(), "rb");
+  if (file == nullptr) {
+    if (errno == ENOENT || errno == ENOTDIR) return false;
+    throw std::runtime_error("it cannot be opened");
+  }
+  text.resize(kMostBytes + 1);
+  text.resize(std::fread(&text[0], 1, text.size(), file));
+  const bool failed = std::ferror(file) != 0;
+  std::fclose(file);
+  if (failed) throw std::runtime_error("it cannot be read");
+  if (text.size() > kMostBytes) throw std::runtime_error("it has more than a megabyte");
+  return true;
+}
+
+// Fills `tuning` and returns the line that says what was chosen.
+std::string choose_tuning(int device, Tuning& tuning) {
+  gpuDeviceProperties properties{};
+  expect_read(device, gpuGetDeviceProperties(&properties, device));
+  const std::string gpu = properties.name;
+  const std::string level = environment("FUSELAGE_LOG");
+  const auto debug = [&](const std::string& line) {
+    if (level == "debug") print_line("debug: " + line);
+  };
+  tuning = Tuning{};
+  std::string line = gpu + ": the built-in launch policy";
+  std::string folder = environment("FUSELAGE_TUNING_DIR");
+  if (!folder.empty()) {
+    debug("FUSELAGE_TUNING_DIR is " + folder);
+  } else {
+    folder = library_folder();
+    if (!folder.empty()) folder += "/tuning";
+    debug("FUSELAGE_TUNING_DIR is not set: the folder is " + folder);
+  }
+  const std::string path = folder + "/" + tuning_file_name(gpu);
+  try {
+    std::string text;
+    if (folder.empty() || !read_file(path, text)) {
+      debug("there is no " + path);
+    } else {
+      tuning = parse_tuning(text, gpu);
+      const std::string changed = describe(tuning, false);
+      line = gpu + ": the launch policy of " + path + ": " +
+             (changed.empty() ? "as built in" : changed);
+    }
+  } catch (const std::exception& error) {
+    print_line("warning: " + path + " is not used: " + error.what());
+  }
+  if (level == "info" || level == "debug") print_line("info: " + line);
+  debug("all values: " + describe(tuning, true));
+  return line;
+}
+
+// ---- shared memory ----
 
 // The devices, a bit each, on which a kernel may use all shared memory. A hash table of open
 // addressing.
@@ -73,11 +182,20 @@ DeviceInfo device_info(int device) {
   if (!is_known[device].load(std::memory_order_acquire)) {
     const std::lock_guard<std::mutex> lock(infos_mutex);
     if (!is_known[device].load(std::memory_order_relaxed)) {
-      infos[device] = query(device);
+      DeviceInfo info = query(device);
+      choose_tuning(device, info.tuning);
+      infos[device] = info;
       is_known[device].store(true, std::memory_order_release);
     }
   }
   return infos[device];
+}
+
+std::string gpu::read_tuning(int device) {
+  device_info(device);
+  if (device >= kKeptDevices) throw std::runtime_error("fuselage: so many GPUs have no tuning");
+  const std::lock_guard<std::mutex> lock(infos_mutex);
+  return choose_tuning(device, infos[device].tuning);
 }
 
 gpuError gpu_allow_shared_memory(const void* kernel) {

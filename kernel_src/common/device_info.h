@@ -2,6 +2,8 @@
 // devices.
 #pragma once
 
+#include "common/tuning.h"
+
 namespace fuselage {
 
 // The lanes that exchange values in reductions: a warp on NVIDIA GPUs, half of an AMD wavefront.
@@ -26,6 +28,7 @@ struct DeviceInfo {
   bool has_bulk_copy;     // cp.async.bulk, completed on an mbarrier
   bool has_async_copy;    // cp.async
   TensorCores tensor_cores;
+  Tuning tuning;
 };
 
 // The features of an NVIDIA GPU. Nothing else compares compute capabilities.
@@ -54,8 +57,8 @@ inline DeviceInfo amd_device(int multiprocessors, int max_shared_memory, int war
   return info;
 }
 
-// Of the GPU of this index; its driver is asked once. Throws std::runtime_error if it does not
-// answer, and asks again the next time.
+// Of the GPU of this index; its driver is asked, and its tuning read, once. Throws
+// std::runtime_error if the driver does not answer, and asks again the next time.
 DeviceInfo device_info(int device);
 
 }  // namespace fuselage

@@ -32,6 +32,10 @@ inline gpuError gpuDeviceGetAttribute(int* value, hipDeviceAttribute_t attribute
   return hipDeviceGetAttribute(value, attribute, device);
 }
 inline gpuError gpuGetDevice(int* device) { return hipGetDevice(device); }
+using gpuDeviceProperties = hipDeviceProp_t;
+inline gpuError gpuGetDeviceProperties(gpuDeviceProperties* properties, int device) {
+  return hipGetDeviceProperties(properties, device);
+}
 inline gpuError gpuFuncGetAttributes(gpuFuncAttributes* attributes, const void* kernel) {
   return hipFuncGetAttributes(attributes, kernel);
 }
@@ -56,6 +60,10 @@ inline gpuError gpuDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int 
   return cudaDeviceGetAttribute(value, attribute, device);
 }
 inline gpuError gpuGetDevice(int* device) { return cudaGetDevice(device); }
+using gpuDeviceProperties = cudaDeviceProp;
+inline gpuError gpuGetDeviceProperties(gpuDeviceProperties* properties, int device) {
+  return cudaGetDeviceProperties(properties, device);
+}
 inline gpuError gpuFuncGetAttributes(gpuFuncAttributes* attributes, const void* kernel) {
   return cudaFuncGetAttributes(attributes, kernel);
 }

@@ -11,7 +11,7 @@
 
 namespace fuselage {
 
-constexpr int kActivationThreads = 128;     // as the kernels' launch bounds
+constexpr int kActivationThreads = 128;     // the most, as the kernels' launch bounds
 constexpr int kActivationSumThreads = 256;  // of the kernel that also sums grad_bias
 
 // A block has threads_x threads side by side and threads_y rows of them. A thread has `vectors`
@@ -33,15 +33,17 @@ inline ActivationPolicy activation_policy(const DeviceInfo& device, int vector_s
                                           int64_t dim) {
   const int64_t count = ceil_div(dim, vector_size);
   ActivationPolicy policy{};
+  const int block_threads = device.tuning.activation_threads;
   // Few elements: one vector a thread gives more blocks, and each is done sooner.
-  const int64_t full = int64_t{32} * device.multiprocessors * kActivationThreads * most_vectors;
+  const int64_t full = int64_t{device.tuning.activation_full_blocks} * device.multiprocessors *
+                       block_threads * most_vectors;
   policy.vectors = rows * count >= full ? most_vectors : least_vectors;
   policy.threads_y = 1;
-  if (count <= kActivationThreads) {
+  if (count <= block_threads) {
     // Rows side by side and, for a thread with several vectors, below each other.
     policy.threads_x = threads_for(count, 1);
     policy.threads_y = static_cast<int>(
-        std::min<int64_t>(std::max(1, kActivationThreads / policy.threads_x), ceil_div(rows, 1)));
+        std::min<int64_t>(std::max(1, block_threads / policy.threads_x), ceil_div(rows, 1)));
     // NOTE: whole warps, or an unaligned store would wait for lanes that are not there.
     while (policy.threads_x * policy.threads_y % kWarpSize != 0) ++policy.threads_y;
     policy.row_step = policy.threads_y;
@@ -50,7 +52,7 @@ inline ActivationPolicy activation_policy(const DeviceInfo& device, int vector_s
     policy.column_blocks = 1;
   } else {
     // A row is cut into blocks of equal size, so that the last is not mostly empty.
-    policy.column_blocks = ceil_div(count, int64_t{policy.vectors} * kActivationThreads);
+    policy.column_blocks = ceil_div(count, int64_t{policy.vectors} * block_threads);
     policy.threads_x = threads_for(ceil_div(count, policy.vectors * policy.column_blocks), 1);
     policy.threads_x = std::max(policy.threads_x, kWarpSize);
     policy.column_step = policy.threads_x * vector_size;

@@ -17,9 +17,6 @@ constexpr int kForwardVectors = 4;         // of a row in a thread
 constexpr int kForwardMostVectors = 8, kForwardMostVectorThreads = 256,
               kForwardMostVectorBlocks = 3;
 
-// Threads for which a multiprocessor has registers in every forward kernel of one row a thread.
-constexpr int kForwardResidentThreads = 1024;
-
 struct RowForwardShape {
   int64_t rows, dim;
   int element_size;   // of the inputs
@@ -51,7 +48,8 @@ inline RowPolicy row_forward_policy(const DeviceInfo& device, const RowForwardSh
   const auto all_resident = [&](int vectors) {
     const int64_t threads = threads_for(count, vectors);
     return threads <= kForwardThreads &&
-           shape.rows * threads <= int64_t{device.multiprocessors} * kForwardResidentThreads;
+           shape.rows * threads <=
+               int64_t{device.multiprocessors} * device.tuning.norm_resident_threads;
   };
   // rms_norm of (1024, 2048) took 4.1 us with two vectors before it came here, and 4.6 with four.
   const bool few_rows = all_resident(1), two_pay = few_rows || (shape.light && all_resident(2));
@@ -65,7 +63,7 @@ inline RowPolicy row_forward_policy(const DeviceInfo& device, const RowForwardSh
                                  kForwardMostVectorThreads / kWarpSize;
   const bool one_warp = count > kWarpSize * kForwardVectors &&
                         count <= kWarpSize * kForwardMostVectors &&
-                        shape.rows >= 5 * resident_warps;
+                        shape.rows >= device.tuning.norm_wide_waves * resident_warps;
   const bool most_vectors =
       shape.most_vectors && policy.cluster == 1 && (one_warp || count > block_vectors / 2);
   const auto held = [&](int vectors) { return int64_t{threads_for(count, vectors)} * vectors; };

@@ -76,7 +76,7 @@ inline HeadLayout head_layout(const RotaryShape& shape, int64_t vector, bool wit
           static_cast<int>(other), width};
 }
 
-constexpr int kRotaryThreads = 256;
+constexpr int kRotaryThreads = 256;            // of a block, at most
 constexpr int64_t kMostBlocksOfToken = 65535;  // of a grid's second dimension
 
 struct RotaryPolicy {
@@ -98,21 +98,25 @@ inline RotaryPolicy rotary_policy(const DeviceInfo& device, const RotaryShape& s
   policy.heads_per_thread = !aligned || heads == 2 ? 2 : heads == 1 ? 1 : 4;
   while (aligned && policy.heads_per_thread > 1 &&
          tokens * items * ceil_div(heads, policy.heads_per_thread) <
-             int64_t{device.multiprocessors} * 2 * kRotaryThreads) {
+             int64_t{device.multiprocessors} * device.tuning.rotary_resident_threads) {
     policy.heads_per_thread /= 2;
   }
   policy.groups = static_cast<int>(ceil_div(heads, policy.heads_per_thread));
   const int64_t slots = items * policy.groups;
-  if (slots >= kRotaryThreads) {
-    policy.threads_per_token = kRotaryThreads;
+  // NOTE: never more blocks than a grid has, where the most threads have few enough.
+  const int tuned_threads = device.tuning.rotary_threads;
+  const int block_threads =
+      slots <= kMostBlocksOfToken * tuned_threads ? tuned_threads : kRotaryThreads;
+  if (slots >= block_threads) {
+    policy.threads_per_token = block_threads;
     policy.tokens_per_block = 1;
-    policy.blocks_per_token = static_cast<int>(ceil_div(slots, kRotaryThreads));
+    policy.blocks_per_token = static_cast<int>(ceil_div(slots, block_threads));
     return policy;
   }
   // As many tokens as fit, and full warps where that costs at most half of them.
   policy.threads_per_token = static_cast<int>(slots);
   policy.blocks_per_token = 1;
-  const int most = static_cast<int>(kRotaryThreads / slots);
+  const int most = static_cast<int>(block_threads / slots);
   policy.tokens_per_block = most;
   for (int count = most; count > most / 2; --count) {
     if (count * slots % kWarpSize == 0) {
@@ -123,7 +127,7 @@ inline RotaryPolicy rotary_policy(const DeviceInfo& device, const RotaryShape& s
   // Lanes of unaligned rows exchange values, so warps must be whole.
   if (!aligned && policy.tokens_per_block * slots % kWarpSize != 0) {
     policy.threads_per_token = static_cast<int>(ceil_div(slots, kWarpSize) * kWarpSize);
-    policy.tokens_per_block = kRotaryThreads / policy.threads_per_token;
+    policy.tokens_per_block = block_threads / policy.threads_per_token;
   }
   return policy;
 }
@@ -218,7 +222,8 @@ inline QkNormForwardPolicy qk_norm_forward_policy(const DeviceInfo& device,
   // A unit costs about half a turn for cos, sin, weight and addresses; turns without heads, of q or
   // k, are lost.
   int64_t least = 0;
-  for (int unit = kQkNormHeads; unit <= 4 * kQkNormHeads; unit += kQkNormHeads) {
+  for (int unit = kQkNormHeads; unit <= device.tuning.qk_norm_turns * kQkNormHeads;
+       unit += kQkNormHeads) {
     const int64_t units = ceil_div(q_heads, unit) + ceil_div(k_heads, unit);
     const int64_t cost = units * (2 * unit / kQkNormHeads + 1);
     if (least != 0 && (cost >= least || tokens * units * policy.row.threads_per_row < 2 * threads))

@@ -21,13 +21,14 @@ struct SamplePolicy {
 };
 
 inline SamplePolicy sample_policy(const DeviceInfo& device, int64_t batch, int64_t vocab) {
-  // At least the loads of all threads at once, which make the first threshold. At most four times
-  // that, or the last blocks keep few SMs busy.
+  // At least the loads of all threads at once, which make the first threshold. At most a few
+  // times that, or the last blocks keep few SMs busy.
   constexpr int64_t kAtOnce = int64_t{kSampleThreads} * kSampleLoads;
   const int64_t blocks = int64_t{device.multiprocessors} * kSampleBlocks;
   const int64_t wanted = ceil_div(ceil_div(vocab * batch, blocks), kAtOnce) * kAtOnce;
   SamplePolicy policy{};
-  policy.part = std::min<int64_t>(std::max<int64_t>(wanted, kAtOnce), 4 * kAtOnce);
+  policy.part =
+      std::min<int64_t>(std::max<int64_t>(wanted, kAtOnce), device.tuning.sample_turns * kAtOnce);
   policy.parts = ceil_div(vocab, policy.part);
   return policy;
 }

@@ -101,7 +101,7 @@ def load(root: Path) -> BuildConfig:
         links={key: general[key] for key in ("upstream", "source") if key in general},
         python_depends=_python_depends(general),
         stable_abi=stable_abi,
-        data_suffixes=(".py", *(f".{extension}" for extension in torch.get("pyext", []))),
+        data_suffixes=tuple({".py", *(f".{extension}" for extension in torch.get("pyext", []))}),
         sections=(
             _section("torch", torch),
             *(_section(f"kernel.{name}", kernel) for name, kernel in kernels),

@@ -48,5 +48,6 @@ void register_poly_norm_ops(const Ops& ops);
 void register_gate_ops(const Ops& ops);
 void register_rope_ops(const Ops& ops);
 void register_sample_ops(const Ops& ops);
+void register_tuning_ops(const Ops& ops);
 
 }  // namespace fuselage::binding
