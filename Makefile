@@ -26,7 +26,7 @@ CODE = $(shell find kernel_src torch-ext tests \( -name '*.h' -o -name '*.cpp' -
 
 .DEFAULT_GOAL := help
 .PHONY: help demo build build-cpu build-cuda test test-all ci-test fuzz sanitize lint format \
-  bench check-hip check-abi official-build check-compliance check-size docs clean \
+  bench tune check-hip check-abi official-build check-compliance check-size docs clean \
   test-torch-matrix check-reproducible site
 
 help:  ## list the targets
@@ -66,13 +66,14 @@ fuzz: build  ## random calls of every function for a minute (CASE='op seed' repl
 sanitize: $(ENVIRONMENT)  ## tests and fuzzer under sanitizers (SANITIZE="--device cuda": on a GPU)
 	$(PYTHON) tools/sanitize.py $(SANITIZE)
 
-lint: $(ENVIRONMENT)  ## ruff, clang-format, 100 columns, build.toml's sources, the workflows
+lint: $(ENVIRONMENT)  ## ruff, clang-format, 100 columns, build.toml's sources, tuning, the workflows
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	@echo "$(CLANG_FORMAT) --dry-run -Werror ($(words $(CODE)) files)"
 	@$(CLANG_FORMAT) --dry-run -Werror $(CODE)
 	@$(PYTHON) tools/check_columns.py
 	@$(BUILD) --check
+	$(PYTHON) tools/check_tuning.py
 	$(PYTHON) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(ZIZMOR) --offline --no-progress --quiet .github/workflows
 
@@ -80,6 +81,9 @@ format: $(ENVIRONMENT)  ## rewrite the sources in the project's style
 	$(PYTHON) -m ruff check --fix --exit-zero --quiet .
 	$(PYTHON) -m ruff format .
 	$(CLANG_FORMAT) -i $(CODE)
+
+tune: build  ## measure launch policies on this GPU and write its file (TUNE= passes options)
+	$(PYTHON) tools/tune.py $(TUNE)
 
 bench: build  ## measure against PyTorch (BENCH= passes options; GPU: requirements/bench.txt first)
 	$(PYTHON) -m benchmarks.roofline $(BENCH)

@@ -2,8 +2,8 @@
 """Checks built variants against what the Hub requires of a kernel (its "kernel requirements").
 
 Layout, metadata.json, the namespace of the operators, ABIs (tools/check_abi.py), linked libraries,
-GPU architectures, digest, provenance, imports, and that the public API is no smaller than the one
-in tools/public_api.txt. Checks every variant below build/, or the variant folders named.
+GPU architectures, digest, provenance, imports, tuning, and that the public API is no smaller than
+the one in tools/public_api.txt. Checks every variant below build/, or the variant folders named.
 `--release` also refuses what only a local build may be: of uncommitted sources, or for fewer GPUs.
 
     python tools/check_compliance.py [--release] [folder ...]
@@ -36,6 +36,7 @@ from builder.archs import (
 from builder.config import load
 from builder.errors import BuildError
 from check_abi import violations
+from check_tuning import problems
 
 REPO_DIR = Path(__file__).resolve().parent.parent
 # What the package may import beside Python's own modules and itself; and what one function may,
@@ -107,7 +108,8 @@ def check_layout(variant: Variant) -> list[str]:
     library = f"{variant.metadata['id']}.abi3.so"
     needed = {"__init__.py", "_ops.py", "metadata.json", library}
     found += [f"{name} is missing" for name in sorted(needed - files)]
-    strange = {name for name in files - needed if not name.endswith(".py")}
+    expected = re.compile(r".*\.py|tuning/[a-z0-9-]+\.json")
+    strange = {name for name in files - needed if not expected.fullmatch(name)}
     found += [f"{name} does not belong there" for name in sorted(strange)]
     plain = variant.metadata["name"].replace("-", "_")
     if (variant.folder / plain).exists():
@@ -251,6 +253,12 @@ def absolute_imports(node: ast.AST, function: str = "") -> Iterator[tuple[str, s
             yield from absolute_imports(child, function)
 
 
+def check_tuning(variant: Variant) -> list[str]:
+    """Launch policies that were measured, in the schema that the library reads."""
+    files = sorted(variant.folder.glob("tuning/*.json"))
+    return [f"{path.name}: {problem}" for path in files for problem in problems(path)]
+
+
 def check_api(variant: Variant) -> list[str]:
     """`__all__` is what __init__.py has, and nothing of the recorded API is gone."""
     tree = ast.parse((variant.folder / "__init__.py").read_bytes())
@@ -336,6 +344,7 @@ CHECKS: dict[str, Callable[[Variant], list[str]]] = {
     "digest": check_digest,
     "provenance": check_provenance,
     "imports": check_imports,
+    "tuning": check_tuning,
     "API": check_api,
 }
 

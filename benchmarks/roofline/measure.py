@@ -37,9 +37,9 @@ def measure(case: Case, fuselage: ModuleType, timer: Timer, device: str, names) 
     reset_compiler()
     torch.manual_seed(20261121)
     calls, failures = _make_calls(case, fuselage, names)
-    sets = [_make_set(case, device)]
+    sets = [make_set(case, device)]
     errors = _verify(case, calls, failures, *sets[0])
-    sets += [_make_set(case, device) for _ in range(timer.sets(case) - 1)]
+    sets += [make_set(case, device) for _ in range(timer.sets(case) - 1)]
 
     ready = {
         name: timer.contender(case, copy, checked=False)
@@ -53,7 +53,7 @@ def measure(case: Case, fuselage: ModuleType, timer: Timer, device: str, names) 
         overwrites_inputs = backward and name in case.operator.overwrites_inputs
         try:
             own_sets = [(_copies(i), g) for i, g in sets] if overwrites_inputs else sets
-            on_set = _on_set(case, call, own_sets, overwrites)
+            on_set = on_set(case, call, own_sets, overwrites)
             ready[name] = timer.contender(
                 case, on_set, checked=not (overwrites or overwrites_inputs)
             )
@@ -79,7 +79,7 @@ def _make_calls(case: Case, fuselage: ModuleType, names) -> tuple[dict[str, Call
     return calls, failures
 
 
-def _make_set(case: Case, device: str) -> tuple[tuple, tuple]:
+def make_set(case: Case, device: str) -> tuple[tuple, tuple]:
     """Inputs and, for the backward, gradients of the outputs."""
     inputs = case.operator.make_inputs(case.shape, device)
     if case.direction == "fwd":
@@ -109,7 +109,7 @@ def _verify(case: Case, calls, failures: dict[str, str], inputs, grad_outs) -> d
     return errors
 
 
-def _on_set(case: Case, call: Call, sets, overwrites: bool) -> Callable[[int], tuple]:
+def on_set(case: Case, call: Call, sets, overwrites: bool) -> Callable[[int], tuple]:
     """The timed work, on set `i`."""
     if case.direction == "fwd":
 

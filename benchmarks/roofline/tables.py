@@ -1,6 +1,6 @@
-"""Writes the tables of docs/benchmarks.md and benchmarks/results/README.md from the results files.
+"""Writes the tables of docs/benchmarks.md, docs/tuning.md and benchmarks/results/README.md.
 
-python -m benchmarks.roofline.tables            # rewrite both, between their markers
+python -m benchmarks.roofline.tables            # rewrite them, between their markers
 python -m benchmarks.roofline.tables --check    # exit with 1 if they would change
 python -m benchmarks.roofline.tables --print    # the tables alone
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -163,8 +164,33 @@ def _markdown(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule[: len(head)], *rows])
 
 
+def tuning(folder: Path = REPO / "torch-ext/fuselage/tuning") -> str:
+    """Markdown for every GPU that has a tuning: its parameters, and what they change."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        document = json.loads(path.read_text("utf-8"))
+        measured = document["measured"]
+        chosen = ", ".join(f"`{name}={value}`" for name, value in document["parameters"].items())
+        parts.append(
+            f"**{document['gpu']}**, Torch {measured['versions']['torch']}, measured "
+            f"{measured['date']} at `{measured['commit'][:10]}`: "
+            + (chosen or "no value was better than the built-in one by more than noise.")
+        )
+        rows = []
+        for key, us in measured["shapes"].items():
+            *operator, sizes, dtype = key.split()
+            old, new = us["built_in_us"], us["tuned_us"]
+            name = f"`{' '.join(operator)}`"
+            rows.append([name, f"{sizes} {dtype}", f"{old:.2f}", f"{new:.2f}", f"{old / new:.2f}x"])
+        if rows:
+            head = ["operator", "shape", "built in, µs", "tuned, µs", "faster"]
+            parts.append(_markdown(head, rows))
+    return "\n\n".join(parts) or "No GPU has a file yet: all take the built-in policy."
+
+
 # The tables of each page, by the name in their markers.
 PAGES = {
+    REPO / "docs/tuning.md": {"tuning": tuning},
     REPO / "docs/benchmarks.md": {"results": summary, "models": model_summary},
     results.FOLDER / "README.md": {"results": details, "models": model_details},
 }
