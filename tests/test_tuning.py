@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import check_tuning
 import pytest
@@ -445,6 +446,71 @@ def test_what_the_tuner_writes_is_what_the_library_reads(library: Path, tmp_path
     assert check_tuning.problems(path) == []
     lines, errors = said(library, "seen", FUSELAGE_TUNING_DIR=str(tmp_path))
     assert (lines, errors) == ([seen(sample_turns=8)], [])
+
+
+class MadeUpTimer:
+    """In place of CudaTimer: what was captured n-th takes n microseconds."""
+
+    def __init__(self):
+        self.captured = 0
+
+    def prepare(self, case): ...
+    def release(self): ...
+    def sets(self, case) -> int:
+        return 2
+
+    def contender(self, case, call, checked: bool):
+        call(1)
+        self.captured += 1
+        return lambda us=float(self.captured): [us]
+
+
+TINY = tune.Family(
+    ("rotary_threads",),
+    (
+        ("rms_norm", "fwd", (4, 64)),
+        ("swiglu", "bwd", (4, 64)),
+        ("apply_rotary", "fwd", (1, 3, 2, 1, 8)),
+        ("gumbel_sample", "fwd", (2, 100)),
+    ),
+)
+
+
+@pytest.mark.parametrize("case", tune.cases_of(TINY), ids=lambda case: case.operator.name)
+def test_a_case_is_timed_under_each_policy_and_its_bits_compared(
+    fuselage, tmp_path, monkeypatch, case
+):
+    monkeypatch.setenv("FUSELAGE_TUNING_DIR", "")
+    gpu = tune.Gpu(fuselage, tmp_path, MadeUpTimer(), "cpu")
+    used = []
+    monkeypatch.setattr(gpu, "use", used.append)
+    choices = [{"rotary_threads": 256}, {"rotary_threads": 128}]
+    assert gpu.times(case, choices) == [1.0, 2.0]
+    assert used == choices
+
+    def other_inputs(parameters):
+        for inputs in sets:
+            inputs[0][0].data.neg_()
+
+    sets = []
+    make_set = tune.make_set
+    monkeypatch.setattr(tune, "make_set", lambda *of: sets.append(make_set(*of)) or sets[-1])
+    monkeypatch.setattr(gpu, "use", other_inputs)
+    with pytest.raises(tune.ChangedBits, match=case.operator.name):
+        gpu.times(case, choices)
+
+
+def test_a_policy_that_the_library_does_not_take_is_an_error(fuselage, tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSELAGE_TUNING_DIR", "")
+    gpu = tune.Gpu(fuselage, tmp_path, MadeUpTimer(), "cpu")
+    line = f"a GPU: the launch policy of {gpu.file}: rotary_threads=64"
+    ops = SimpleNamespace(read_tuning=lambda on: line)
+    monkeypatch.setattr(sys.modules[f"{fuselage.__name__}._ops"], "ops", ops)
+    gpu.use({"rotary_threads": 64, "qk_norm_turns": 4})
+    written = json.loads(gpu.file.read_text())
+    assert written["parameters"] == {"rotary_threads": 64, "qk_norm_turns": 4}
+    with pytest.raises(RuntimeError, match=r"did not take .*128"):
+        gpu.use({"rotary_threads": 128})
 
 
 def test_the_tuners_shapes_are_operators_of_the_benchmarks():

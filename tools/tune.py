@@ -31,7 +31,7 @@ import torch  # noqa: E402
 
 from benchmarks.roofline import results  # noqa: E402
 from benchmarks.roofline.contenders import load_fuselage  # noqa: E402
-from benchmarks.roofline.measure import make_set, on_set  # noqa: E402
+from benchmarks.roofline.measure import Timer, make_set, on_set  # noqa: E402
 from benchmarks.roofline.registry import Case, Shape, operators  # noqa: E402
 from benchmarks.roofline.timing import in_turn  # noqa: E402
 
@@ -132,20 +132,17 @@ def cases_of(family: Family) -> list[Case]:
 class Gpu:
     """Times cases under several policies, in turn, in this process."""
 
-    def __init__(self, fuselage: ModuleType, folder: Path):
-        from benchmarks.roofline.cuda_timing import CudaTimer
-
-        self.fuselage = fuselage
-        self.file = folder / f"{results.slug('cuda')}.json"
+    def __init__(self, fuselage: ModuleType, folder: Path, timer: Timer, device: str = "cuda"):
+        self.fuselage, self.timer, self.device = fuselage, timer, device
+        self.file = folder / f"{results.slug(device)}.json"
         os.environ["FUSELAGE_TUNING_DIR"] = str(folder)
-        self.timer = CudaTimer(quick=False)
 
     def use(self, parameters: Parameters) -> None:
         """Lets the library read these, as it would a user's file."""
-        document = {"schema": 1, "gpu": results.device_name("cuda"), "measured": {}}
+        document = {"schema": 1, "gpu": results.device_name(self.device), "measured": {}}
         self.file.write_text(json.dumps({**document, "parameters": parameters}))
         ops = sys.modules[f"{self.fuselage.__name__}._ops"].ops
-        line = ops.read_tuning(torch.empty(0, device="cuda"))
+        line = ops.read_tuning(torch.empty(0, device=self.device))
         missing = [f"{k}={v}" for k, v in parameters.items() if v != TUNABLES[k]["default"]]
         if str(self.file) not in line or not all(text in line for text in missing):
             raise RuntimeError(f"the library did not take {parameters}: {line}")
@@ -154,7 +151,7 @@ class Gpu:
         """Microseconds of the case under each; raises ChangedBits."""
         self.timer.prepare(case)
         torch.manual_seed(20261121)
-        sets = [make_set(case, "cuda") for _ in range(self.timer.sets(case))]
+        sets = [make_set(case, self.device) for _ in range(self.timer.sets(case))]
         first, ready = None, {}
         for number, choice in enumerate(choices):
             self.use(choice)
@@ -219,7 +216,8 @@ def tune_parameter(
     for value in others:
         its = outcome.tried[name][str(value)]
         mark = "taken" if taken and value == best else ""
-        log(f"{name}={value:<6} {its['mean']:>7.3f} of {default}, worst {its['worst']:.3f}  {mark}")
+        label = f"{name}={value}, not {default}:"
+        log(f"{label:<40} {its['mean']:.3f} of the time, worst {its['worst']:.3f}  {mark}".rstrip())
 
 
 def tune(families: dict[str, Family], only: Sequence[str], measure: Measure, log=print) -> Outcome:
@@ -275,18 +273,21 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("error: PyTorch sees no GPU", file=sys.stderr)
         return 1
+    from benchmarks.roofline.cuda_timing import CudaTimer
+
     started = time.monotonic()
     fuselage = load_fuselage("cuda")
     origin = results.provenance(fuselage)
     with tempfile.TemporaryDirectory() as folder:
-        outcome = tune(FAMILIES, options.only, Gpu(fuselage, Path(folder)).times)
-    gpu = results.device_name("cuda")
-    document = document_of(outcome, gpu, results.environment("cuda"), origin)
+        gpu = Gpu(fuselage, Path(folder), CudaTimer(quick=False))
+        outcome = tune(FAMILIES, options.only, gpu.times)
+    name = results.device_name("cuda")
+    document = document_of(outcome, name, results.environment("cuda"), origin)
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / f"{results.slug('cuda')}.json"
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     chosen = ", ".join(f"{k}={v}" for k, v in outcome.parameters.items()) or "as built in"
-    print(f"{gpu}: {chosen}; {path} written in {time.monotonic() - started:.0f} s")
+    print(f"{name}: {chosen}; {path} written in {time.monotonic() - started:.0f} s")
     if origin["dirty"]:
         print("warning: of a build of uncommitted sources: `make lint` refuses to ship it")
     return 0
