@@ -55,7 +55,10 @@ class JsonReader {
     const std::string written = text_.substr(start, at_ - start);
     if (written.size() > 9 || written.find_first_of(".eE") != std::string::npos)
       fail(written + " is not an integer of nine digits at most");
-    return std::stol(written);
+    // NOTE: not by strtol, which from glibc 2.38 on is another symbol.
+    long value = 0;
+    for (const char c : written) value = c == '-' ? value : 10 * value + (c - '0');
+    return written[0] == '-' ? -value : value;
   }
   void skip(int depth = 0) {
     if (depth > 32) fail("nested too deep");
