@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import eager
 import reference
 import torch
@@ -63,6 +65,37 @@ def _rms_norm_samples(kernel, device):
             ]
             yield ops.rms_norm_fwd.default, (leaves[0], leaves[2], *options)
             yield ops.fused_add_rms_norm_fwd.default, (*leaves, *options)
+    yield from _shard_norm_samples(kernel, device)
+
+
+def _shard_norm_samples(kernel, device):
+    """(op, arguments) of what the rules for DTensors call, for opcheck."""
+    importlib.import_module(f"{kernel.__name__}._shard_norm")  # as the first DTensor does
+    ops = kernel.norm.ops
+    for kind, dtype, x_shape in (
+        *((0, torch.float32, (3, 8)), (0, torch.bfloat16, (2, 3, 5))),
+        *((1, torch.float32, (3, 8)), (1, torch.float16, (2, 3, 5))),
+        *((2, torch.bfloat16, (3, 8)), (2, torch.float32, (2, 3, 5))),
+    ):
+        x, other = normal(x_shape, dtype, device), normal(x_shape, dtype, device)
+        rows, dim, poly = x[..., 0].numel(), x_shape[-1], kind == 2
+        weight = normal((3 if poly else dim,), torch.float32, device)
+        bias = normal((1 if poly else dim,), dtype, device) if kind else None
+        mul, residual = (other, None) if poly else (None, other)
+        rstd = torch.rand((rows, kind + 1) if kind else (rows,), device=device) + 0.5
+        sums, gradient_sums = (
+            torch.rand((2, rows, n), device=device) for n in (3 if kind else 1, kind + 1)
+        )
+        out_dtype = None if kind else torch.float32
+        grad_out = other if kind else other.float()
+        yield ops.shard_norm_sums.default, (x, None, kind)
+        yield ops.shard_norm_sums.default, (x, other, kind)
+        options = (2 * dim, 1e-6, 0.0, False, out_dtype, kind)
+        yield ops.shard_norm.default, (x, mul, sums, weight, bias, *options)
+        own = (x, mul, weight, bias, rstd, 0.0, kind)
+        yield ops.shard_norm_bwd_sums.default, (grad_out, *own)
+        factors = (weight, bias, rstd, 2 * dim, 0.0, kind)
+        yield ops.shard_norm_bwd.default, (grad_out, residual, x, mul, gradient_sums, *factors)
 
 
 RMS_NORM = Operator(

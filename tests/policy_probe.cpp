@@ -12,6 +12,7 @@
 #include "norm/poly_norm_policy.h"
 #include "norm/rms_norm_policy.h"
 #include "norm/row_forward_policy.h"
+#include "norm/shard_norm_policy.h"
 #include "rope/rotary_policy.h"
 #include "sample/sample_policy.h"
 
@@ -431,6 +432,24 @@ void poly_norm(const DeviceInfo& device, Report& report) {
   }
 }
 
+void shard_norm(const DeviceInfo& device, Report& report) {
+  for (const DType dtype : kDTypes) {
+    for_each_layout([&](int64_t dim, int64_t rows, int64_t stride, int offset) {
+      ShardNorm p{};
+      p.rows = rows, p.dim = dim, p.dtype = dtype;
+      report.begin(shape_of(dim, rows, stride, offset, dtype, dtype, false));
+      const ShardNormPolicy policy = shard_norm_policy(p);
+      expect_legal_rows(report, device,
+                        {ceil_div(rows, policy.rows_per_block), 1, policy.threads_per_row,
+                         policy.rows_per_block, 3 * kScratchBytes, 1},
+                        kShardNormThreads);
+      p.rows = 1;
+      report.expect(shard_norm_policy(p).threads_per_row == policy.threads_per_row,
+                    "the order of a row's sum depends on the number of rows");
+    });
+  }
+}
+
 void activation(const DeviceInfo& device, Report& report) {
   for (const int vector : {2, 4, 8}) {
     for (const int64_t dim : kDims) {
@@ -606,6 +625,7 @@ const Family kFamilies[] = {
     {"ada_norm forward", ada_norm_forward},
     {"ada_norm backward", ada_norm_backward},
     {"poly_norm", poly_norm},
+    {"shard_norm", shard_norm},
     {"activation", activation},
     {"rotary", rotary},
     {"qk_norm_rotary", qk_norm_rotary},

@@ -22,6 +22,7 @@ FAMILIES = (
     "ada_norm forward",
     "ada_norm backward",
     "poly_norm",
+    "shard_norm",
     "activation",
     "rotary",
     "qk_norm_rotary",

@@ -9,6 +9,7 @@ static void register_ops(const fuselage::binding::Ops& ops) {
   register_norm_ops(ops);
   register_poly_norm_ops(ops);
   register_ada_norm_ops(ops);
+  register_shard_norm_ops(ops);
   register_gate_ops(ops);
   register_rope_ops(ops);
   register_sample_ops(ops);

@@ -6,4 +6,5 @@
 #include "norm/ada_norm_cpu.cpp"
 #include "norm/poly_norm_cpu.cpp"
 #include "norm/rms_norm_cpu.cpp"
+#include "norm/shard_norm_cpu.cpp"
 #endif

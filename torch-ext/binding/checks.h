@@ -156,6 +156,19 @@ inline void check_like_or_float32(const char* op, const char* name, DType dtype,
                  dtype_name(x_dtype), " as `", x_name, "`, or float32, got ", dtype_name(dtype));
 }
 
+// The dtype of a result that is x's, float32, or anything for float32 x.
+inline DType check_out_dtype(const char* op, std::optional<ScalarType> out_dtype, DType x_dtype) {
+  if (!out_dtype.has_value()) return x_dtype;
+  const std::optional<DType> dtype = dtype_from(*out_dtype);
+  FUSELAGE_CHECK(op,
+                 dtype.has_value() &&
+                     (*dtype == x_dtype || *dtype == DType::float32 || x_dtype == DType::float32),
+                 "`out_dtype` must be ", dtype_name(x_dtype), " as `x`, or float32",
+                 x_dtype == DType::float32 ? ", float16 or bfloat16" : "", ", got ",
+                 torch::headeronly::toString(*out_dtype));
+  return *dtype;
+}
+
 // `saved` are the float32 values that the forward returned: so many of them, or in words
 // `expected`.
 template <typename... Parts>

@@ -7,18 +7,6 @@
 namespace fuselage::binding {
 namespace {
 
-DType check_out_dtype(const char* op, std::optional<ScalarType> out_dtype, DType x_dtype) {
-  if (!out_dtype.has_value()) return x_dtype;
-  const std::optional<DType> dtype = dtype_from(*out_dtype);
-  FUSELAGE_CHECK(op,
-                 dtype.has_value() &&
-                     (*dtype == x_dtype || *dtype == DType::float32 || x_dtype == DType::float32),
-                 "`out_dtype` must be ", dtype_name(x_dtype), " as `x`, or float32",
-                 x_dtype == DType::float32 ? ", float16 or bfloat16" : "", ", got ",
-                 torch::headeronly::toString(*out_dtype));
-  return *dtype;
-}
-
 // What an op is given, as it was called.
 struct Arguments {
   const char* op;
