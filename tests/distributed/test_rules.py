@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import REPO_DIR
+from conftest import REPO_DIR, kernel_backend
 from harness import assert_same_bits, normal
 from ranks import Rank, distributed
 from torch.distributed.tensor import (
@@ -432,13 +433,19 @@ def refusals(rank: Rank) -> list[tuple[str, str]]:
     heads, table = (2, 4, 6, 8), t(4, 8)
     a, b = t(4, 3, 8, to=Shard(0)), t(4, 3, 8, to=Shard(1))
     parts = DTensor.from_local(torch.ones(4, 3, 8, device=rank.device), mesh, [Partial()])
+    twice = distribute_tensor(
+        torch.ones(4, 8, device=rank.device), other, [Shard(1)] * 2, src_data_rank=None
+    )
     offs = torch.tensor([2, 4], dtype=torch.int32)
     grouped = distribute_tensor(offs, mesh, [Replicate()], src_data_rank=None)
     calls = [
-        lambda: kernel.rms_norm(t(4, 8, to=Shard(1)), None),
-        lambda: kernel.layer_norm(t(4, 3, 8, to=Shard(2))),
+        lambda: kernel.ada_rms_norm(t(4, 8, to=Shard(1)), None, None),
+        lambda: kernel.gate_residual_ada_norm(*[t(4, 3, 8, to=Shard(2))] * 2, None, None, None),
+        lambda: kernel.fused_mul_poly_norm(t(4, 8, to=Shard(1)), None, t(3), t(1)),
+        lambda: kernel.layer_norm(twice),
         lambda: kernel.silu_and_mul(t(4, 8, to=Shard(1))),
         lambda: kernel.fused_add_rms_norm(a, b),
+        lambda: kernel.fused_add_layer_norm_(*[t(4, 3, 8, to=Shard(2))] * 2),
         lambda: kernel.fused_add_rms_norm_(a, t(4, 3, 8)),
         lambda: kernel.fused_add_rms_norm_(parts, t(4, 3, 8)),
         lambda: kernel.rms_norm(a, plain),
@@ -480,14 +487,20 @@ def _masked_partial():
 
 
 REFUSED = [
-    "rms_norm: `x` is Shard(dim=1) over dimension `tp` of the mesh, which must be Replicate() or "
-    "Shard(0); redistribute it",
-    "layer_norm: `x` is Shard(dim=2) over dimension `tp` of the mesh, which must be Replicate(), "
-    "Shard(0) or Shard(1); redistribute it",
+    "ada_rms_norm: `x` is Shard(dim=1) over dimension `tp` of the mesh, which must be Replicate() "
+    "or Shard(0); redistribute it",
+    "gate_residual_ada_norm: `x` is Shard(dim=2) over dimension `tp` of the mesh, which must be "
+    "Replicate(), Shard(0) or Shard(1); redistribute it",
+    "fused_mul_poly_norm: `x` is Shard(dim=1) over dimension `tp` of the mesh, which must be "
+    "Replicate() or Shard(0); redistribute it",
+    "layer_norm: the last dimension of `x` is sharded over several dimensions of the mesh, and may "
+    "be over one; redistribute it",
     "silu_and_mul: `x` is Shard(dim=1) over dimension `tp` of the mesh, which must be "
     "Replicate() or Shard(0); redistribute it",
     "fused_add_rms_norm: `x` is Shard(dim=0) and `residual` is Shard(dim=1) over dimension `tp` "
     "of the mesh; they must be sharded alike, redistribute one",
+    "fused_add_layer_norm_: `x` is Shard(dim=2) over dimension `tp` of the mesh, which must be "
+    "Replicate(), Shard(0) or Shard(1); redistribute it",
     "fused_add_rms_norm_: `residual` is Replicate() over dimension `tp` of the mesh, which must "
     "be Shard(dim=0) to be written in place; redistribute it",
     "fused_add_rms_norm_: `x` is Partial(sum) over dimension `tp` of the mesh, which must be "
@@ -539,7 +552,7 @@ def page(rank: Rank, blocks: list[str]) -> None:
 def test_the_examples_of_the_page_run(ranks):
     text = (REPO_DIR / "docs/distributed.md").read_text("utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-    ranks.run(page, blocks[:2])
+    ranks.run(page, blocks[:3])
 
 
 # Who has no DTensor.
@@ -547,7 +560,7 @@ def test_the_examples_of_the_page_run(ranks):
 LOADS = """
 import sys, torch
 from kernels import get_kernel
-fuselage = get_kernel("fuselage-kernels/fuselage", version=1, backend="cpu")
+fuselage = get_kernel("fuselage-kernels/fuselage", version=1, backend=BACKEND)
 fuselage.rms_norm(torch.ones(2, 8, requires_grad=True)).sum().backward()
 for wrong in ("x", [1.0]):
     try:
@@ -566,7 +579,7 @@ import torch
 from kernels import get_kernel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-fuselage = get_kernel("fuselage-kernels/fuselage", version=1, backend="cpu")
+fuselage = get_kernel("fuselage-kernels/fuselage", version=1, backend=BACKEND)
 store = torch.distributed.HashStore()
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 mesh = init_device_mesh("cpu", (1,))
@@ -586,11 +599,8 @@ torch.distributed.destroy_process_group()
 @pytest.mark.parametrize("program", [LOADS, COMPILES], ids=["no_dtensors", "compiled_first"])
 def test_a_fresh_process(program):
     """Without DTensors it loads no rules."""
-    environment = {
-        "LOCAL_KERNELS": f"fuselage-kernels/fuselage={REPO_DIR}",
-        "HF_HUB_OFFLINE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    program = program.replace("BACKEND", repr(kernel_backend()))
     result = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

@@ -12,22 +12,14 @@ place is never moved, and a vocabulary is sampled in shards.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ._arguments import public_function
+from . import _shard_norm
+from ._dtensor_rules import Call, Like, Plan, Rule, Targets, from_local, names_of, start_of
 from ._ops import add_op_namespace_prefix, ops
 from .sampling import ShardSample, combine_shard_samples
-
-Targets = list  # of a placement for each dimension of the mesh
-
-# NOTE: not what derives from these. The mask of an embedding's parts is gone after one reduction.
-_UNDERSTOOD = (Replicate, Shard, Partial)
 
 _registered = False
 _lock = threading.Lock()
@@ -47,253 +39,53 @@ def register() -> bool:
         return True
 
 
-class Call:
-    """One call of an op, some of whose arguments are DTensors."""
-
-    def __init__(self, overload, args, kwargs):
-        self.overload = overload
-        self.arguments = dict(zip(_names(overload), args))
-        if kwargs:
-            self.arguments |= kwargs
-
-    def __getitem__(self, name: str):
-        return self.arguments[name]
-
-    def given(self, *names: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of some arguments that are not None."""
-        return ((n, self.arguments[n]) for n in names if self.arguments.get(n) is not None)
-
-    def layout(self) -> tuple:
-        """All that a plan depends on."""
-        described = [
-            (a.device_mesh, a.placements, a.shape) if isinstance(a, DTensor) else a is None
-            for a in self.arguments.values()
-        ]
-        return (self.overload, self.arguments.get("heads_dim"), *described)
-
-    def refuse(self, why: str):
-        op = public_function() or self.overload._schema.name.partition("::")[2]
-        raise RuntimeError(f"fuselage::{op}: {why}")
-
-    def refuse_placement(self, name: str, index: int, allowed: str):
-        placement = self.arguments[name].placements[index]
-        shown = repr(placement) if type(placement) in _UNDERSTOOD else type(placement).__name__
-        self.refuse(
-            f"`{name}` is {shown} over {self.mesh_dimension(index)}, which must be {allowed}; "
-            "redistribute it"
-        )
-
-    def mesh_dimension(self, index: int) -> str:
-        mesh = next(t for t in self.arguments.values() if isinstance(t, DTensor)).device_mesh
-        name = f"`{mesh.mesh_dim_names[index]}`" if mesh.mesh_dim_names else index
-        return f"dimension {name} of the mesh"
-
-
-@cache
-def _names(overload) -> list[str]:
-    return [argument.name for argument in overload._schema.arguments]
-
-
-class Plan(NamedTuple):
-    """What is done with the tensors of a call."""
-
-    targets: Targets  # of the rows
-    inputs: list[tuple[str, Targets, bool]]  # where each goes, and whether it is there
-    results: list[tuple[str, Targets] | None]  # what each is like, and where; None stays local
-    start: int = 0  # of this rank, along what is sharded
-
-
-_plans: dict[tuple, Plan] = {}
-_PLANS = 4096  # that are kept
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What the arguments of an op are, by their names.
-
-    `rows` are sharded alike. In a backward, whose first rows are those of the forward, all others
-    go to the placements of these.
-    """
-
-    rows: tuple[str, ...]
-    vectors: tuple[str, ...] = ()  # for all rows: whole on every rank
-    columns: tuple[str, ...] = ()  # likewise, but sharded with the columns of rows
-    modulations: tuple[str, ...] = ()  # for all rows, for each element of the batch or each row
-    numbers: tuple[str, ...] = ()  # whole on every rank, DTensors or not
-    columns_may_be_sharded: bool = False
-    backward: bool = False
-
-    def dispatch(self, cls, overload, types, args=(), kwargs=None):
-        call = Call(overload, args, kwargs)
-        with torch.no_grad():
-            plan = self.plan(call)
-            arguments = call.arguments.copy()
-            for name, to, is_there in plan.inputs:
-                if not is_there:
-                    arguments[name] = _move(arguments[name], to)
-            for name, _, _ in plan.inputs:  # all collectives are under way
-                arguments[name] = arguments[name].to_local()
-            self.localise(call, plan, arguments)
-            return self.wrap(call, self.run(call, plan, arguments), plan)
-
-    def run(self, call: Call, plan: Plan, arguments: dict):
-        """The results of this rank, of its own arguments."""
-        return call.overload(*arguments.values())
-
-    def plan(self, call: Call) -> Plan:
-        """Made once for a layout. Raises what is to be refused."""
-        layout = call.layout()
-        try:
-            plan = _plans.get(layout)
-        except TypeError:  # a size that is known only when a traced program runs
-            return self.make_plan(call)
-        if plan is None:
-            plan = self.make_plan(call)
-            if len(_plans) >= _PLANS:
-                _plans.clear()
-            _plans[layout] = plan
-        return plan
-
-    def make_plan(self, call: Call) -> Plan:
-        self.check(call)
-        targets = self.targets(call)
-        inputs = [
-            (name, to, list(call[name].placements) == to)
-            for name, to in self.placements(call, targets).items()
-        ]
-        self.check_written(call, inputs)
-        schema = call.overload._schema
-        results = [self.result(call, result.name, targets) for result in schema.returns]
-        return Plan(targets, inputs, results, self.start(call, targets))
-
-    def check_written(self, call: Call, inputs: list[tuple[str, Targets, bool]]) -> None:
-        schema = call.overload._schema
-        written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-        for name, to, is_there in inputs:
-            if name in written and not is_there:
-                for index, placement in enumerate(to):
-                    if call[name].placements[index] != placement:
-                        allowed = f"{placement!r} to be written in place"
-                        call.refuse_placement(name, index, allowed)
-
-    def distributed(self) -> tuple[str, ...]:
-        return self.rows + self.vectors + self.columns + self.modulations
-
-    def check(self, call: Call) -> None:
-        """That all tensors are DTensors of one mesh, of placements that can be understood."""
-        first, reference = next(
-            (name, t) for name, t in call.given(*self.distributed()) if isinstance(t, DTensor)
-        )
-        for name, t in call.given(*self.distributed(), *self.numbers):
-            if not isinstance(t, DTensor):
-                if name in self.numbers:
-                    continue
-                call.refuse(
-                    f"`{name}` is a plain tensor beside `{first}`, a DTensor; make it one, with "
-                    "distribute_tensor or DTensor.from_local"
-                )
-            if t.device_mesh != reference.device_mesh:
-                call.refuse(
-                    f"`{name}` is on {t.device_mesh}, and `{first}` on {reference.device_mesh}; "
-                    "they must be on one mesh"
-                )
-            for index, placement in enumerate(t.placements):
-                if type(placement) not in _UNDERSTOOD:
-                    call.refuse_placement(name, index, "Replicate, Shard or Partial")
-
-    def targets(self, call: Call) -> Targets:
-        """Where the rows go, for each dimension of the mesh."""
-        given = list(call.given(*self.rows))
-        targets = []
-        for index in range(given[0][1].device_mesh.ndim):
-            shards = {}
-            for other, t in given[:1] if self.backward else given:
-                placement = t.placements[index]
-                if isinstance(placement, Shard):
-                    if placement.dim not in self.dims(call, t):
-                        call.refuse_placement(other, index, self.allowed(call, t))
-                    shards.setdefault(placement, other)
-            if len(shards) > 1:
-                (first, of_first), (second, of_second) = list(shards.items())[:2]
-                call.refuse(
-                    f"`{of_first}` is {first!r} and `{of_second}` is {second!r} over "
-                    f"{call.mesh_dimension(index)}; they must be sharded alike, redistribute one"
-                )
-            targets.append(next(iter(shards), Replicate()))
-        return targets
+class Norm(Rule):
+    """Rows that are whole, or whose columns are sharded over one dimension of the mesh."""
 
     def dims(self, call: Call, t: DTensor) -> range:
-        """The dimensions that may be sharded."""
-        return range(t.dim() if self.columns_may_be_sharded else t.dim() - 1)
+        """Halves that are packed into one tensor are not cut: a rank would have one of them."""
+        packed = call.arguments.get("packed", call.arguments.get("mul", t) is None)
+        return range(t.dim() - packed)
 
-    def allowed(self, call: Call, t: DTensor) -> str:
-        *but_last, last = ["Replicate()", *(f"Shard({dim})" for dim in self.dims(call, t))]
-        return f"{', '.join(but_last)} or {last}" if but_last else last
+    def columns_over(self, call: Call, targets: Targets) -> int | None:
+        """The dimension of the mesh that the columns are sharded over."""
+        _, x = next(call.given(*self.rows))
+        last = Shard(x.dim() - 1)
+        return targets.index(last) if last in targets else None
 
-    def placements(self, call: Call, targets: Targets) -> dict[str, Targets]:
-        """Where each DTensor of the call goes."""
-        return {
-            name: [self.placement(call, name, t, target) for target in targets]
-            for name, t in call.given(*self.distributed(), *self.numbers)
-            if isinstance(t, DTensor)
-        }
+    def targets(self, call: Call) -> Targets:
+        targets = super().targets(call)
+        index = self.columns_over(call, targets)
+        if index is not None and targets[index] in targets[index + 1 :]:
+            name, _ = next(call.given(*self.rows))
+            call.refuse(
+                f"the last dimension of `{name}` is sharded over several dimensions of the mesh, "
+                "and may be over one; redistribute it"
+            )
+        return targets
 
-    def placement(self, call: Call, name: str, t: DTensor, rows) -> Replicate | Shard:
-        """Where `t` goes where the rows are `rows`, over one dimension of the mesh."""
-        if name in self.rows or not isinstance(rows, Shard):
-            return rows
-        x = next(t for _, t in call.given(*self.rows))
-        if name in self.columns and rows.dim == x.dim() - 1:
-            return Shard(t.dim() - 1)
-        if name in self.modulations and rows.dim < t.dim() and t.shape[rows.dim] != 1:
-            of_rows = t.dim() == x.dim()
-            of_batch = t.dim() == 2 and rows.dim == 0
-            if of_rows or of_batch:
-                return rows
-        return Replicate()
+    def run(self, call: Call, plan: Plan, arguments: dict):
+        """Of sharded columns by one all-gather of what each rank sums up of a row."""
+        index = self.columns_over(call, plan.targets)
+        if index is None:
+            return super().run(call, plan, arguments)
+        _, x = next(call.given(*self.rows))
+        whole = [Replicate()] * x.device_mesh.ndim
+        parts = [Shard(0) if i == index else Replicate() for i in range(x.device_mesh.ndim)]
 
-    def start(self, call: Call, targets: Targets) -> int:
-        """What `localise` needs."""
-        return 0
+        def gather(sums: torch.Tensor) -> torch.Tensor:
+            of_rank = DTensor.from_local(sums[None], x.device_mesh, parts, run_check=False)
+            return of_rank.redistribute(placements=whole, async_op=True).to_local()
 
-    def localise(self, call: Call, plan: Plan, arguments: dict) -> None:
-        """Changes what else depends on the shard of this rank."""
+        return _shard_norm.RUN[call.op](arguments, x.shape[-1], gather)
 
-    def wrap(self, call: Call, results, plan: Plan):
-        """The results as DTensors, of the local ones."""
-        if isinstance(results, torch.Tensor):
-            return self.wrapped(call, results, plan.results[0])
-        if results is None:
-            return None
-        return tuple(self.wrapped(call, t, like) for t, like in zip(results, plan.results))
-
-    def wrapped(self, call: Call, local: torch.Tensor, like: tuple[str, Targets] | None):
-        if like is None or local.shape == (0,):  # that was not asked for
+    def wrapped(self, call: Call, local: torch.Tensor, like: Like | None):
+        if like is None or self.columns_over(call, like.placements) is None:
+            return super().wrapped(call, local, like)
+        if self.backward and not call[like.needed]:
             return local
-        source, placements = like
-        t = call[source]
-        if source not in self.rows or self.columns_may_be_sharded:
-            return _from_local(local, t.device_mesh, placements, t.shape)
-        # The columns of a result may be fewer than those of the input, or twice as many.
-        return _from_local(local, t.device_mesh, placements, (*t.shape[:-1], local.shape[-1]))
-
-    def result(self, call: Call, name: str, targets: Targets) -> tuple[str, Targets] | None:
-        """The argument that a result is like, and where it is."""
-        if name in ("rstd", "statistics"):
-            return None
-        source = self.source(call, name)
-        placements = [self.placement(call, source, call[source], target) for target in targets]
-        if source not in self.rows:  # the gradient of what several ranks have
-            placements = [
-                Partial() if isinstance(target, Shard) and placement == Replicate() else placement
-                for target, placement in zip(targets, placements)
-            ]
-        return source, placements
-
-    def source(self, call: Call, name: str) -> str:
-        source = name.removeprefix("grad_").removesuffix("_in").removesuffix("_out")
-        candidates = (source, f"grad_{source}", *self.rows)
-        return next(name for name, _ in call.given(*candidates) if name in self.distributed())
+        t = call[like.source]
+        return from_local(local, t.device_mesh, like.placements, t.shape)
 
 
 class Grouped(Rule):
@@ -343,7 +135,7 @@ class Rotary(Rule):
         return rows if rows.dim == 0 and of_batch and t.shape[0] != 1 else Replicate()
 
     def start(self, call: Call, targets: Targets) -> int:
-        return _start(call[self.rows[0]], targets, self.tokens(call))
+        return start_of(call[self.rows[0]], targets, self.tokens(call))
 
     def localise(self, call: Call, plan: Plan, arguments: dict) -> None:
         if arguments["offset"] is not None:
@@ -367,10 +159,11 @@ class GivenLogits(Rule):
             mesh = call[self.rows[0]].device_mesh
             arguments["seed"] = distribute_tensor(call["seed"], mesh, plan.targets).to_local()
 
-    def wrapped(self, call: Call, local: torch.Tensor, like: tuple[str, Targets]):
+    def wrapped(self, call: Call, local: torch.Tensor, like: Like):
         if local.shape == (0,):
             return local
-        return DTensor.from_local(local, call[self.rows[0]].device_mesh, like[1], run_check=False)
+        mesh = call[self.rows[0]].device_mesh
+        return DTensor.from_local(local, mesh, like.placements, run_check=False)
 
 
 class Head(GivenLogits):
@@ -393,7 +186,7 @@ class Head(GivenLogits):
         return wanted | {name: list(weight.placements) for name in sharded}
 
     def start(self, call: Call, targets: Targets) -> int:
-        return _start(call["weight"], call["weight"].placements, 0)
+        return start_of(call["weight"], call["weight"].placements, 0)
 
     def run(self, call: Call, plan: Plan, arguments: dict) -> tuple[torch.Tensor, ...]:
         """Of a vocabulary in shards by one all-gather of what each shard draws."""
@@ -404,7 +197,7 @@ class Head(GivenLogits):
         local = arguments | {"return_log_sum_exp": logprobs}
         local["vocab_offset"] += plan.start
         if len(local["weight"]) > 0:
-            shard = _lm_head_sample_shard(*(local[n] for n in _names(_lm_head_sample_shard)))
+            shard = _lm_head_sample_shard(*(local[n] for n in names_of(_lm_head_sample_shard)))
         else:
             shard = _no_shard(local)
         columns = [t[:, None] if t.dim() == 1 else t for t in shard if t.shape != (0,)]
@@ -433,36 +226,6 @@ class Refused(Rule):
     def dispatch(self, cls, overload, types, args=(), kwargs=None):
         call = Call(overload, args, kwargs)
         call.refuse("takes a rank's own tensors; give DTensors to lm_head_sample")
-
-
-def _move(t: DTensor, placements: Targets) -> DTensor:
-    return t.detach().redistribute(placements=placements, async_op=True)
-
-
-def _from_local(local: torch.Tensor, mesh, placements: Targets, shape: Sequence[int]) -> DTensor:
-    """A DTensor of a shape, laid out as the local tensor is."""
-    strides, after = [0] * local.dim(), 1
-    order = range(local.dim())
-    if not local.is_contiguous() or local.numel() == 0:  # then it is contiguous in any order
-        order = sorted(order, key=local.stride, reverse=True)
-    for dim in reversed(order):
-        strides[dim] = after
-        after *= max(shape[dim], 1)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides)
-    )
-
-
-def _start(t: DTensor, placements: Targets, dim: int) -> int:
-    """The index along `dim` of the first element of this rank."""
-    start, size = 0, t.shape[dim]
-    for index, placement in enumerate(placements):
-        if placement == Shard(dim):
-            rank, ranks = t.device_mesh.get_local_rank(index), t.device_mesh.size(index)
-            each = -(-size // ranks)  # as torch.chunk cuts it
-            before = min(size, rank * each)
-            start, size = start + before, min(size - before, each)
-    return start
 
 
 def _no_shard(local: dict) -> tuple[torch.Tensor, ...]:
@@ -501,23 +264,27 @@ def _gradient(rows: tuple[str, ...], *others, kind=Rule, **options) -> Rule:
 
 
 RULES: dict[str, Rule] = {
-    **_with_gradient("rms_norm", Rule(_X, ("weight",))),
-    **_with_gradient("fused_add_rms_norm", Rule(_SUM, ("weight",))),
+    **_with_gradient("rms_norm", Norm(_X, columns=("weight",))),
+    **_with_gradient("fused_add_rms_norm", Norm(_SUM, columns=("weight",))),
     "fused_add_rms_norm_": Rule(_SUM, ("weight",)),
-    "rms_norm_bwd": _gradient(("x", "grad_out", "grad_new_residual"), ("weight",)),
-    **_with_gradient("layer_norm", Rule(_X, _AFFINE)),
-    **_with_gradient("fused_add_layer_norm", Rule(_SUM, _AFFINE)),
+    "rms_norm_bwd": _gradient(
+        ("x", "grad_out", "grad_new_residual"), columns=("weight",), kind=Norm
+    ),
+    **_with_gradient("layer_norm", Norm(_X, columns=_AFFINE)),
+    **_with_gradient("fused_add_layer_norm", Norm(_SUM, columns=_AFFINE)),
     "fused_add_layer_norm_": Rule(_SUM, _AFFINE),
-    "layer_norm_bwd": _gradient(("x", "grad_out"), _AFFINE),
+    "layer_norm_bwd": _gradient(("x", "grad_out"), columns=_AFFINE, kind=Norm),
     **_with_gradient("ada_norm", Rule(_X, _AFFINE, modulations=_SCALE)),
     "ada_norm_bwd": _gradient(("x", "grad_out"), _AFFINE, modulations=_SCALE),
     **_with_gradient("gate_residual_ada_norm", Rule(_SUM, _AFFINE, modulations=_GATE)),
+    # Of fused_add_layer_norm, too: there without gate, scale and shift.
     "gate_residual_ada_norm_bwd": _gradient(
-        ("new_residual", "grad_out", "grad_new_residual", "x"), _AFFINE, modulations=_GATE
+        ("new_residual", "grad_out", "grad_new_residual", "x"),
+        **{"columns": _AFFINE, "modulations": _GATE, "kind": Norm},
     ),
-    **_with_gradient("poly_norm", Rule(_X, _AFFINE)),
-    **_with_gradient("fused_mul_poly_norm", Rule(("x", "mul"), _AFFINE)),
-    "poly_norm_bwd": _gradient(("x", "mul", "grad_out"), _AFFINE),
+    **_with_gradient("poly_norm", Norm(_X, _AFFINE)),
+    **_with_gradient("fused_mul_poly_norm", Norm(("x", "mul"), _AFFINE)),
+    "poly_norm_bwd": _gradient(("x", "mul", "grad_out"), _AFFINE, kind=Norm),
     **_with_gradient("grouped_poly_norm", Grouped(("x", "mul"), (*_AFFINE, "offs"))),
     "grouped_poly_norm_bwd": _gradient(("x", "mul", "grad_out"), (*_AFFINE, "offs"), kind=Grouped),
     **_with_gradient("activation", Rule(_X, columns_may_be_sharded=True)),
