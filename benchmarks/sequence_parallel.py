@@ -35,6 +35,8 @@ COLUMNS = ("plan", "plan + fuselage")
 # RMS difference of logits, relative. Partial sums of bfloat16 are rounded on every rank.
 LIMITS = {torch.float32: EXACT_LIMIT, torch.bfloat16: HALF_LIMIT}
 ROUNDS = 3
+# Before, a linear of DTensors fails where ranks do not have equally many tokens.
+DECODES = tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 class Received(TorchDispatchMode):
@@ -72,8 +74,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def steps(model, ids: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """What is timed, of a model that is on all ranks."""
+def steps(model, ids: torch.Tensor, sample: Callable) -> dict[str, Callable[[], object]]:
+    """What is timed, of a model that is on all ranks. `sample(model, **inputs)` draws a token."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
 
     def training() -> None:
         model.zero_grad(set_to_none=True)
@@ -84,7 +89,29 @@ def steps(model, ids: torch.Tensor) -> dict[str, Callable[[], object]]:
     def prefill() -> torch.Tensor:
         return model(input_ids=ids).logits
 
-    return {"training step": training, "prefill": prefill}
+    @torch.no_grad()
+    def decode() -> torch.Tensor:
+        """One more token after those of `ids`: the cache grows by it."""
+        if cache.get_seq_length() == 0:
+            model.model(input_ids=ids, past_key_values=cache, use_cache=True)
+        return sample(model, input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
+
+    found = {"training step": training, "prefill": prefill}
+    return {**found, "decode": decode} if DECODES else found
+
+
+def samplers(fuselage) -> dict[str, Callable]:
+    """How each draws: from whole logits, or from the head where it is."""
+
+    def of_logits(model, **inputs) -> torch.Tensor:
+        logits = model(**inputs).logits[:, -1].full_tensor()
+        return torch.multinomial(logits.float().softmax(-1), 1)
+
+    def of_head(model, **inputs) -> torch.Tensor:
+        hidden = model.model(**inputs).last_hidden_state[:, -1]
+        return fuselage.lm_head_sample(hidden, model.lm_head.weight).to_local()
+
+    return dict(zip(COLUMNS, (of_logits, of_head), strict=True))
 
 
 def run(fuselage, device: str, options: argparse.Namespace) -> dict[str, dict]:
@@ -98,7 +125,8 @@ def run(fuselage, device: str, options: argparse.Namespace) -> dict[str, dict]:
     report = fuselage.integrations.transformers.patch(plain)
     for model in models.values():
         fuselage.distributed.parallelize_llama(model, mesh)
-    calls = {name: steps(model, ids) for name, model in models.items()}
+    sample = samplers(fuselage)
+    calls = {name: steps(model, ids, sample[name]) for name, model in models.items()}
     logits = {name: calls[name]["prefill"]().full_tensor() for name in COLUMNS}
     error = relative_error(logits["plan + fuselage"], logits["plan"])
     if not (error <= LIMITS[plain.dtype] and report.replaced):

@@ -386,6 +386,19 @@ def draw(rank: Rank, vocabulary: int, dtype: torch.dtype, sizes: tuple[int, ...]
                 torch.testing.assert_close(ours.to_local(), theirs, atol=1e-5, rtol=1e-5)
 
 
+def draw_of_one_row(rank: Rank) -> None:
+    """As in decoding: what is packed of one row is contiguous, wherever it starts."""
+    kernel, mesh = rank.fuselage, rank.mesh()
+    hidden, weight = random(rank, 1, 16), random(rank, 101, 16)
+    sharded = distributed(hidden, mesh, Replicate()), distributed(weight, mesh, Shard(0))
+    for options in ({}, {"return_logprobs": True}, {"num_samples": 3}):
+        expected = kernel.lm_head_sample(hidden, weight, seed=5, **options)
+        found = kernel.lm_head_sample(*sharded, seed=5, **options)
+        if options.get("return_logprobs"):
+            expected, found = expected[0], found[0]
+        assert found.to_local().equal(expected)
+
+
 def one_draw_for_all(rank: Rank) -> None:
     """Ranks whose generators differ draw the same tokens."""
     kernel, mesh = rank.fuselage, rank.mesh()
@@ -413,6 +426,7 @@ def test_draws_of_a_sharded_vocabulary(ranks, vocabulary):
 
 def test_all_ranks_draw_the_same(ranks):
     ranks.run(one_draw_for_all)
+    ranks.run(draw_of_one_row)
 
 
 # What is refused, on every rank and before any collective.

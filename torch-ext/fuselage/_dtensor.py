@@ -213,8 +213,10 @@ class Head(GivenLogits):
     @staticmethod
     def unpacked(packed: torch.Tensor, columns: list[torch.Tensor]) -> ShardSample:
         widths = [t.shape[1] * t.itemsize // 4 for t in columns]
+        # NOTE: copied. Of one row a part is contiguous, but does not start where a wider type may.
         parts = [
-            part.contiguous().view(t.dtype) for part, t in zip(packed.split(widths, 1), columns)
+            part.clone(memory_format=torch.contiguous_format).view(t.dtype)
+            for part, t in zip(packed.split(widths, 1), columns)
         ]
         sums = parts[3][:, 0] if len(parts) == 4 else packed.new_empty((0,), dtype=torch.float32)
         return ShardSample(*parts[:3], sums)
