@@ -88,7 +88,8 @@ gpuError gpu_allow_shared_memory(const void* kernel);
 #if defined(__CUDACC__) || defined(__HIPCC__)
 
 // Value of the lane whose index differs from ours in the bit `lane_mask`, within `width` lanes.
-__device__ __forceinline__ float shuffle_xor(float value, int lane_mask, int width) {
+template <typename V>
+__device__ __forceinline__ V shuffle_xor(V value, int lane_mask, int width) {
 #if defined(USE_ROCM)
   return __shfl_xor(value, lane_mask, width);
 #else
@@ -111,6 +112,17 @@ __device__ __forceinline__ uint32_t shuffle_up(uint32_t value, int width) {
   return __shfl_up(value, 1, width);
 #else
   return __shfl_up_sync(0xffffffffu, value, 1, width);
+#endif
+}
+
+// The larger of two values; NaN where one is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+#if defined(USE_ROCM)
+  return a > b || a != a ? a : b;
+#else
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
 #endif
 }
 

@@ -25,7 +25,7 @@ constexpr int kLmHeadRows = 4;  // of weight, together
 // w * x + sum: rounded once where there is an instruction for it, and always twice elsewhere.
 FUSELAGE_INLINE Floats lm_head_add(Floats w, Floats x, Floats sum) {
 #if FUSELAGE_VECTOR_BYTES > 16 || defined(__aarch64__)
-  return sample_fma(w, x, sum);
+  return fused_multiply_add(w, x, sum);
 #else
   return w * x + sum;
 #endif

@@ -1,4 +1,4 @@
-// Reading the rows of the sampling family on the CPU: arithmetic, options, logits.
+// Reading the rows of the sampling family on the CPU: options, logits.
 //
 // Part of sample/sample_cpu.cpp, which says how it is compiled.
 #pragma once
@@ -8,73 +8,16 @@
 #include "common/cpu_isa.h"
 #include "common/cpu_vector.h"
 #include "common/dtype.h"
+#include "common/softmax_cpu.h"
 #include "sample/gumbel.h"
 #include "sample/sample_cpu.h"
 
 namespace fuselage::cpu {
 namespace FUSELAGE_ISA {
 
-// ---- float32 arithmetic of sample/gumbel.h ----
-
-// Rounded once. NOTE: the compiler may split or join `a * b + c`.
-FUSELAGE_INLINE Floats sample_fma(Floats a, Floats b, Floats c) {
-#if FUSELAGE_VECTOR_BYTES == 64
-  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif FUSELAGE_VECTOR_BYTES == 32
-  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__aarch64__)
-  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-  Floats result;
-  for (int i = 0; i < kLanes; ++i) result[i] = __builtin_fmaf(a[i], b[i], c[i]);
-  return result;
-#endif
-}
-
-typedef int32_t SampleIntegers __attribute__((vector_size(FUSELAGE_VECTOR_BYTES)));
-
-struct SampleVectors {
-  using Floats = FUSELAGE_ISA::Floats;
-  using Words = FUSELAGE_ISA::Words;
-  using Integers = SampleIntegers;
-  static FUSELAGE_INLINE Floats fma(Floats a, Floats b, Floats c) { return sample_fma(a, b, c); }
-  static FUSELAGE_INLINE Floats fma(Floats a, Floats b, float c) {
-    return sample_fma(a, b, broadcast(c));
-  }
-  static FUSELAGE_INLINE Floats fma(Floats a, float b, Floats c) {
-    return sample_fma(a, broadcast(b), c);
-  }
-  static FUSELAGE_INLINE Floats fma(Floats a, float b, float c) {
-    return sample_fma(a, broadcast(b), broadcast(c));
-  }
-  static FUSELAGE_INLINE Floats to_floats(Integers i) { return __builtin_convertvector(i, Floats); }
-  static FUSELAGE_INLINE Integers signed_of(Words words) { return (Integers)words; }
-  static FUSELAGE_INLINE Integers integers_of(Floats f) { return (Integers)f; }
-  static FUSELAGE_INLINE Floats floats_of(Integers i) { return (Floats)i; }
-};
-
-struct SampleNumbers {
-  using Floats = float;
-  using Words = uint32_t;
-  using Integers = int32_t;
-  static FUSELAGE_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-  static FUSELAGE_INLINE float to_floats(int32_t i) { return static_cast<float>(i); }
-  static FUSELAGE_INLINE int32_t signed_of(uint32_t word) { return static_cast<int32_t>(word); }
-  static FUSELAGE_INLINE int32_t integers_of(float f) {
-    int32_t i;
-    __builtin_memcpy(&i, &f, sizeof(i));
-    return i;
-  }
-  static FUSELAGE_INLINE float floats_of(int32_t i) {
-    float f;
-    __builtin_memcpy(&f, &i, sizeof(f));
-    return f;
-  }
-  static FUSELAGE_INLINE uint32_t word_of(float f) { return static_cast<uint32_t>(integers_of(f)); }
-  static FUSELAGE_INLINE float float_of(uint32_t word) {
-    return floats_of(static_cast<int32_t>(word));
-  }
-};
+using SampleIntegers = Integers;
+using SampleVectors = CpuVectors;
+using SampleNumbers = CpuFloats;
 
 FUSELAGE_INLINE float sample_minus_infinity() { return -__builtin_inff(); }
 

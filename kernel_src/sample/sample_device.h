@@ -6,33 +6,13 @@
 #include "common/ptx.h"
 #include "common/reduce.h"
 #include "common/runtime_dtype.h"
+#include "common/softmax_device.h"
 #include "sample/gumbel.h"
 #include "sample/sample.h"
 
 namespace fuselage {
 
-struct SampleMath {
-  using Floats = float;
-  using Words = uint32_t;
-  using Integers = int32_t;
-  static __device__ __forceinline__ float fma(float a, float b, float c) {
-    return __builtin_fmaf(a, b, c);
-  }
-  static __device__ __forceinline__ float to_floats(int32_t i) { return static_cast<float>(i); }
-  static __device__ __forceinline__ int32_t signed_of(uint32_t word) {
-    return static_cast<int32_t>(word);
-  }
-  static __device__ __forceinline__ int32_t integers_of(float f) {
-    return static_cast<int32_t>(__float_as_uint(f));
-  }
-  static __device__ __forceinline__ float floats_of(int32_t i) {
-    return __uint_as_float(static_cast<uint32_t>(i));
-  }
-  static __device__ __forceinline__ uint32_t word_of(float f) { return __float_as_uint(f); }
-  static __device__ __forceinline__ float float_of(uint32_t word) { return __uint_as_float(word); }
-};
-
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
+using SampleMath = GpuFloats;
 
 __device__ __forceinline__ float option_of(const RowFloats& option, int64_t row) {
   return option.values == nullptr ? option.value : option.values[row * option.stride];
@@ -149,15 +129,6 @@ __device__ __forceinline__ Candidate warp_best(Candidate best) {
     keep_better(best, other);
   }
   return best;
-}
-
-__device__ __forceinline__ float warp_max(float value) {
-#pragma unroll
-  for (int mask = kWarpSize / 2; mask > 0; mask /= 2) {
-    const float other = shuffle_xor(value, mask, kWarpSize);
-    value = other > value ? other : value;
-  }
-  return value;
 }
 
 // What the filters and the log-probabilities know of a row. `bound` is the lowest key of a logit

@@ -8,13 +8,6 @@ namespace fuselage {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-__device__ __forceinline__ unsigned long long warp_sum_of(unsigned long long value) {
-#pragma unroll
-  for (int mask = kWarpSize / 2; mask > 0; mask /= 2)
-    value += __shfl_xor_sync(kAllLanes, value, mask);
-  return value;
-}
-
 // The sum over the block, in every thread. A barrier must be before the next use of `of_warps`.
 template <int kWarps>
 __device__ __forceinline__ unsigned long long block_sum_of(unsigned long long (&of_warps)[kWarps],
