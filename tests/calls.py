@@ -52,11 +52,27 @@ def _sampling(name: str, dtype, device) -> dict:
     return {"hidden": hidden, "weight": weight, **call}
 
 
+def _loss(name: str, dtype, device) -> dict:
+    call = {
+        "logits": normal((2, 3, 8), dtype, device),
+        "targets": torch.tensor([[0, 6, 3], [2, 2, 5]], device=device),
+        "logit_softcap": 20.0,
+    }
+    if name == "log_probs":
+        asked = ("return_entropy", "return_log_sum_exp", "return_is_greatest")
+        return {**call, "temperature": 0.5, **dict.fromkeys(asked, True)}
+    weights = normal((2, 3), torch.float32, device)
+    numbers = {"label_smoothing": 0.5, "lse_square_scale": 0.5, "reduction": "none"}
+    return {**call, "token_weights": weights, **numbers}
+
+
 def call_of(name: str, dtype: torch.dtype, device: str) -> dict:
     """Arguments of a valid call, by name."""
     shape = (2, 3, 8)
     if name in ("lm_head_sample", "lm_head_sample_shard", "gumbel_sample"):
         return _sampling(name, dtype, device)
+    if name in ("cross_entropy", "log_probs"):
+        return _loss(name, dtype, device)
     if name == "qk_norm_rotary":
         return _qk_norm_rotary(dtype, device)
     if name.startswith("apply_rotary"):

@@ -98,7 +98,7 @@ def assert_close(
 
 def assert_same_bits(actual: Tensor, expected: Tensor, label: str) -> None:
     assert actual.dtype == expected.dtype and actual.shape == expected.shape, label
-    integer = torch.int32 if actual.dtype == torch.float32 else torch.int16
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[actual.element_size()]
     different = actual.contiguous().view(integer) != expected.contiguous().view(integer)
     assert not different.any(), f"{label}: {different.sum().item()} of {different.numel()} differ"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 
 import eager
@@ -737,6 +738,47 @@ LM_HEAD_SAMPLE = Operator(
     has_eps=False,
 )
 
+# Loss. Not among OPERATORS: results are of rows, and float32. tests/loss has its tests.
+
+
+def _loss_samples(kernel, device):
+    """(op, arguments) of everything the family registers, for opcheck."""
+    ops = kernel.loss.ops
+    targets = torch.tensor([[3, 0, -100], [7, 2, 2]], device=device)
+    weights = normal((2, 3), torch.float32, device)
+    statistics = torch.rand((6, 2), device=device) + 2
+    for dtype, number, softcap in ((torch.float32, 0, None), (torch.bfloat16, 2, 5.0)):
+        made = normal((2, 3, 9), dtype, device)
+        options = (number, -100, 0.1, 0.01, softcap)
+        count = torch.ones(1 if number else 0, device=device)
+        grad = torch.ones((), device=device) if number else weights
+        saved = (targets, weights, statistics, count, *options)
+        yield ops.cross_entropy_bwd.default, (grad, made, *saved)
+        yield ops.cross_entropy_bwd_.default, (made.clone(), grad, *saved)
+        yield ops.cross_entropy.default, (made, targets, weights, *options)
+        temperature, entropy = (0.7, softcap, -100), bool(number)
+        yield ops.log_probs.default, (made, targets, *temperature, entropy)
+        for some in (weights, None):
+            grads = (weights, some, some)
+            of_rows = torch.rand((2, 3), device=device)
+            yield (
+                ops.log_probs_bwd.default,
+                (*grads, made, targets, of_rows, statistics, *temperature),
+            )
+        for requires_grad in (False, True):
+            logits = made.clone().requires_grad_(requires_grad)
+            yield ops.cross_entropy_fwd.default, (logits, targets, None, *options, False)
+            yield ops.log_probs_fwd.default, (logits, targets, *temperature, entropy)
+
+
+CROSS_ENTROPY = dataclasses.replace(
+    LM_HEAD_SAMPLE,
+    name="cross_entropy",
+    row_inputs=("logits",),
+    outputs=("loss",),
+    samples=_loss_samples,
+)
+
 OPERATORS = (
     RMS_NORM,
     FUSED_ADD_RMS_NORM,
@@ -755,4 +797,6 @@ OPERATORS = (
 )
 
 # Everything that has samples for opcheck.
-SAMPLED = tuple(op for op in (*OPERATORS, APPLY_ROTARY, LM_HEAD_SAMPLE) if op.samples is not None)
+SAMPLED = tuple(
+    op for op in (*OPERATORS, APPLY_ROTARY, LM_HEAD_SAMPLE, CROSS_ENTROPY) if op.samples is not None
+)

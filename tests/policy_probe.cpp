@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "gate/activation_policy.h"
+#include "loss/cross_entropy_policy.h"
 #include "norm/ada_norm_policy.h"
 #include "norm/poly_norm_policy.h"
 #include "norm/rms_norm_policy.h"
@@ -614,6 +615,57 @@ void lm_head(const DeviceInfo& device, Report& report) {
   }
 }
 
+void loss(const DeviceInfo& device, Report& report) {
+  for (const DType dtype : kDTypes) {
+    for_each_layout([&](int64_t vocab, int64_t rows, int64_t stride, int offset) {
+      report.begin(shape_of(vocab, rows, stride, offset, dtype, dtype, false));
+      const int size = dtype_size(dtype), vector = 16 / size;
+      LossBackward p{};
+      p.in.logits = at(offset), p.grad_logits = at();
+      p.in.rows = rows, p.in.vocab = p.grad_stride = vocab, p.in.stride = stride;
+      p.in.dtype = dtype;
+      const bool one = rows == 1;
+      expect_aligned(report, is_aligned(p),
+                     {{p.in.logits, one ? 0 : stride, vocab, size},
+                      {p.grad_logits, one ? 0 : vocab, vocab, size}});
+
+      const LossPolicy row = loss_policy(vocab, vector);
+      const bool is_narrow = row.threads * row.rows_per_block == kNarrowThreads;
+      expect_legal_rows(report, device,
+                        {ceil_div(rows, row.rows_per_block), 1, row.threads,
+                         row.threads <= kWarpSize ? 1 : row.rows_per_block, kKB, 1},
+                        kLossThreads);
+      report.expect(row.vectors > 1 ? row.rows_per_block == 1 && row.threads % kWarpSize == 0
+                                    : is_narrow && row.threads * vector >= vocab,
+                    "rows of a warp");
+
+      const LossGradientPolicy gradient = loss_gradient_policy(rows, vocab, vector);
+      const int64_t blocks = gradient.row_blocks * gradient.column_blocks;
+      report.expect(blocks <= kMaxLossBlocks || rows * vocab > (int64_t{1} << 40), "blocks");
+      if (blocks <= kMaxLossBlocks) {
+        expect_legal(report, device, {blocks, 1, gradient.threads, gradient.rows_per_block, 0, 1},
+                     kGradientThreads);
+      }
+      report.expect(gradient.columns_per_block * gradient.column_blocks >= vocab &&
+                        gradient.rows_per_block * gradient.row_blocks >= rows &&
+                        gradient.columns_per_block % vector == 0,
+                    "logits without a block");
+
+      const LogProbsPolicy twice = log_probs_policy(device, vocab, vector);
+      expect_legal(report, device,
+                   {ceil_div(rows, twice.rows_per_block) * twice.cluster, 1, twice.threads,
+                    twice.rows_per_block, twice.shared_bytes + kLogProbsFixedBytes, twice.cluster},
+                   kLossThreads);
+      report.expect(twice.threads % kWarpSize == 0 &&
+                        (twice.rows_per_block == 1 || twice.threads == kWarpSize) &&
+                        (twice.rows_per_block == 1 || twice.cluster == 1),
+                    "rows of a block");
+      report.expect(int64_t{twice.part} * twice.cluster >= vocab && twice.part % vector == 0,
+                    "logits without a block");
+    });
+  }
+}
+
 struct Family {
   const char* name;
   void (*sweep)(const DeviceInfo&, Report&);
@@ -631,6 +683,7 @@ const Family kFamilies[] = {
     {"qk_norm_rotary", qk_norm_rotary},
     {"sampling", sampling},
     {"lm_head", lm_head},
+    {"loss", loss},
 };
 
 std::vector<Device> devices_tuned() {

@@ -28,6 +28,7 @@ FAMILIES = (
     "qk_norm_rotary",
     "sampling",
     "lm_head",
+    "loss",
 )
 
 

@@ -22,6 +22,7 @@ FUNCTIONS = (
     "apply_rotary_",
     "bias_act",
     "bias_act_",
+    "cross_entropy",
     "fused_add_layer_norm",
     "fused_add_layer_norm_",
     "fused_add_rms_norm",
@@ -39,6 +40,7 @@ FUNCTIONS = (
     "layer_norm",
     "lm_head_sample",
     "lm_head_sample_shard",
+    "log_probs",
     "mul_and_gelu",
     "mul_and_gelu_tanh",
     "mul_and_relu",
@@ -55,6 +57,9 @@ FUNCTIONS = (
 )
 # Pure PyTorch, whose functions have checks of their own.
 WITHOUT_OPS = ("combine_shard_samples", "ltx_video_rotary_tables", "wan_rotary_tables")
+
+# Tensors that are refused where they require a gradient.
+WITHOUT_GRADIENTS = ("cos", "sin", "token_weights")
 
 SAMPLERS = ("gumbel_sample", "lm_head_sample", "lm_head_sample_shard")
 
@@ -75,7 +80,7 @@ def outcome(function, call: dict, requires_grad: bool):
     """The error, or what is known of the results without their values."""
     call = {
         name: value.detach().requires_grad_(requires_grad and value.is_floating_point())
-        if isinstance(value, Tensor) and name not in ("cos", "sin")
+        if isinstance(value, Tensor) and name not in WITHOUT_GRADIENTS
         else value
         for name, value in call.items()
     }
@@ -86,7 +91,8 @@ def outcome(function, call: dict, requires_grad: bool):
             r"\((cpu|meta)\), got (cpu|meta)", "(device), got another", str(error)
         )
     results = results if isinstance(results, tuple) else (results,)
-    return [(tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in results]
+    given = (t for t in results if t is not None)
+    return [(tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in given]
 
 
 @each_function
@@ -207,6 +213,8 @@ NOT_AN_EPS = (math.nan, math.inf, -math.inf, -1e-6, 1e300)
         ),
         ("swiglu_clamped", "limit", (math.nan, -1.0)),
         ("grouped_poly_norm", "hidden_clamp", (math.nan, -1.0)),
+        ("cross_entropy", "label_smoothing", (math.nan, -0.1, 1.1)),
+        ("cross_entropy", "lse_square_scale", (math.nan, math.inf, 1e300)),
     ],
 )
 @with_gradients

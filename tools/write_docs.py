@@ -35,6 +35,7 @@ FAMILIES = {
     "gate": "Activations, gates and epilogues",
     "rope": "Rotary embedding",
     "sampling": "Sampling",
+    "loss": "Loss",
     "modules": "Modules",
     "layers": "Hub layers",
     "distributed": "Many GPUs",

@@ -31,12 +31,23 @@ NUMBERS = {
     "top_p": (1.5, NAN, -0.1),
     "min_p": (-0.1, 1.5, NAN),
     "logit_softcap": (0.0, -1.0, NAN),
+    "label_smoothing": (-0.1, 1.5, NAN),
+    "lse_square_scale": (NAN, INF),
 }
 # The size of the dimension that these have one element for each of, or one for all.
 PER_ROW = ("temperature", "top_k", "top_p", "min_p", "seed", "offset", "weight_scale")
 # What says nothing of the main argument's columns: a head may have more than its tables rotate, and
 # a word of a mask has bits to spare.
-NOT_OF_COLUMNS = (*PER_ROW, "cos", "sin", "position_ids", "bitmask")
+NOT_OF_COLUMNS = (
+    *(*PER_ROW, "cos", "sin", "position_ids", "bitmask"),
+    *("targets", "token_weights"),
+)
+# Of which Python takes the truth, with no op to refuse what is no bool.
+TRUTHS = {
+    "combine_shard_samples": ("return_logprobs",),
+    "cross_entropy": ("inplace_backward",),
+    "log_probs": ("return_log_sum_exp", "return_is_greatest"),
+}
 
 
 @dataclass
@@ -90,8 +101,8 @@ def mutations(draw: Draw, name: str, function: Callable, given: dict) -> Iterato
     parameters = inspect.signature(function).parameters
     tensors = [n for n, value in given.items() if isinstance(value, Tensor)]
     for argument, parameter in parameters.items():
-        if name == "combine_shard_samples" and argument == "return_logprobs":
-            continue  # of PyTorch's own operations, with no op to take anything but its truth
+        if argument in TRUTHS.get(name, ()):
+            continue
         yield from wrong_kinds(argument, str(parameter.annotation))
         yield from wrong_numbers(argument, str(parameter.annotation), given)
     for argument in tensors:
@@ -107,6 +118,10 @@ def mutations(draw: Draw, name: str, function: Callable, given: dict) -> Iterato
         outside = given["position_ids"].clone(memory_format=torch.contiguous_format)
         outside.view(-1)[-1] = len(given["cos"])
         yield Bad("position_ids", outside, "a position past the end of the table")
+    if draw.device == "cpu" and "targets" in tensors and given["targets"].numel():
+        outside = given["targets"].clone(memory_format=torch.contiguous_format)
+        outside.view(-1)[-1] = given["logits"].shape[-1]
+        yield Bad("targets", outside, "a target past the end of the vocabulary")
 
 
 # Kinds. The annotations say which are right.

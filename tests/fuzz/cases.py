@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import bad_calls, modules, rotary, rows, sampling, tables
+from . import bad_calls, loss, modules, rotary, rows, sampling, tables
 from .draw import Draw
 from .judge import Failure, check_untouched
 
@@ -12,6 +12,7 @@ BAD_CALLS = 0.25  # of the cases
 
 # In `__all__`, and not called here.
 LEFT_OUT = {
+    "LogProbs": "what log_probs returns, and checked there",
     "Sample": "what the samplers return with return_logprobs=True, and checked there",
     "ShardSample": "what lm_head_sample_shard returns, and combine_shard_samples takes",
     "distributed": "places models on many processes; tests/distributed",
@@ -24,6 +25,7 @@ LEFT_OUT = {
 NO_BAD_CALLS = ("ltx_video_rotary_tables",)
 
 TABLES = ("ltx_video_rotary_tables", "wan_rotary_tables")
+LOSSES = ("cross_entropy", "log_probs")
 SHARDS = ("lm_head_sample_shard", "combine_shard_samples")
 
 
@@ -40,6 +42,8 @@ def make(draw: Draw, name: str, ordinary: bool):
         return rotary.make(draw, "apply_rotary", in_place=True, ordinary=ordinary)
     if name == "gumbel_sample":
         return sampling.make_gumbel(draw, ordinary=ordinary)
+    if name in LOSSES:
+        return loss.make(draw, name, ordinary=ordinary)
     if name in TABLES:
         return tables.make(draw, name, ordinary=ordinary)
     if name in SHARDS or name == "lm_head_sample":
@@ -63,6 +67,8 @@ def check_valid(kernel, draw: Draw, name: str) -> None:
         modules.check(kernel, draw, name.split(".")[1], call)
     elif name in TABLES:
         tables.check(kernel, draw, call)
+    elif name in LOSSES:
+        loss.check(kernel, draw, call)
     elif isinstance(call, sampling.Call):
         sampling.check(kernel, draw, call)
     else:

@@ -124,6 +124,33 @@ def sampling_calls(kernel, device: str) -> Calls:
             )
 
 
+def loss_calls(kernel, device: str) -> Calls:
+    options = {"label_smoothing": 0.1, "lse_square_scale": 0.1, "logit_softcap": 9.0}
+    for rows, vocab, dtype in (
+        *((700, 128, HALF), (5, 250, torch.float16), (3, 257, HALF), (5, 4096, HALF)),
+        *((9, 4099, HALF), (3, 50_257, HALF), (2, 40_000, torch.float32), (2, 300_001, HALF)),
+    ):
+        logits = normal((rows, vocab), dtype, device)
+        targets = torch.randint(vocab, (rows,)).to(device)
+        targets[:1] = -100
+
+        def both(function, x=logits, t=targets, **given) -> None:
+            leaf = x.clone().requires_grad_()
+            found = function(leaf, t, **given)
+            one = isinstance(found, torch.Tensor)
+            (found if one else found.log_probs + found.entropy).sum().backward()
+
+        for given in ({}, {"reduction": "none", **options}):
+            yield (
+                f"cross_entropy {rows} x {vocab} {given}",
+                lambda f=both, g=given: f(kernel.cross_entropy, **g),
+            )
+        yield (
+            f"log_probs {rows} x {vocab}",
+            lambda f=both: f(kernel.log_probs, return_entropy=True),
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m fuzz.families", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
@@ -132,7 +159,7 @@ def main() -> None:
     kernel = child.load(None)
     started, made, left_out = time.monotonic(), 0, []
     torch.manual_seed(0)
-    for calls in (sampling_calls, rotary_calls, row_calls):
+    for calls in (sampling_calls, loss_calls, rotary_calls, row_calls):
         for label, call in calls(kernel, options.device):
             if time.monotonic() - started > options.seconds:
                 left_out.append(label)

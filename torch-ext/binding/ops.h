@@ -47,6 +47,7 @@ void register_ada_norm_ops(const Ops& ops);
 void register_poly_norm_ops(const Ops& ops);
 void register_shard_norm_ops(const Ops& ops);
 void register_gate_ops(const Ops& ops);
+void register_loss_ops(const Ops& ops);
 void register_rope_ops(const Ops& ops);
 void register_sample_ops(const Ops& ops);
 void register_tuning_ops(const Ops& ops);

@@ -22,6 +22,7 @@ inline Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_
     case ScalarType::Half: dtype = aoti_torch_dtype_float16(); break;
     case ScalarType::BFloat16: dtype = aoti_torch_dtype_bfloat16(); break;
     case ScalarType::Long: dtype = aoti_torch_dtype_int64(); break;
+    case ScalarType::Bool: dtype = aoti_torch_dtype_bool(); break;
     default: dtype = aoti_torch_dtype_float32();
   }
   const int32_t device_type = like.is_cpu()    ? aoti_torch_device_type_cpu()

@@ -48,6 +48,7 @@ from .gate import (
     swiglu,
     swiglu_clamped,
 )
+from .loss import LogProbs, cross_entropy, log_probs
 from .norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm
 from .poly_norm import fused_mul_poly_norm, grouped_poly_norm, poly_norm
 from .rope import (
@@ -67,6 +68,7 @@ from .sampling import (
 )
 
 __all__ = [
+    "LogProbs",
     "Sample",
     "ShardSample",
     "ada_layer_norm",
@@ -78,6 +80,7 @@ __all__ = [
     "bias_act",
     "bias_act_",
     "combine_shard_samples",
+    "cross_entropy",
     "distributed",
     "fused_add_layer_norm",
     "fused_add_layer_norm_",
@@ -98,6 +101,7 @@ __all__ = [
     "layers",
     "lm_head_sample",
     "lm_head_sample_shard",
+    "log_probs",
     "ltx_video_rotary_tables",
     "modules",
     "mul_and_gelu",

@@ -14,12 +14,14 @@ from __future__ import annotations
 import threading
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from . import _shard_norm
 from ._dtensor_rules import Call, Like, Plan, Rule, Targets, from_local, names_of, start_of
 from ._ops import add_op_namespace_prefix, ops
 from .sampling import ShardSample, combine_shard_samples
+
+_NONE, _MEAN = 0, 2  # of a loss's reductions
 
 _registered = False
 _lock = threading.Lock()
@@ -148,6 +150,50 @@ class Rotary(Rule):
             arguments |= {name: t[None] if t.dim() == 2 else t for name, t in tables.items()}
 
 
+class Tokens(Rule):
+    """Rows are logits. All other tensors have an element for each, or are scalars."""
+
+    of_tokens = ("targets", "token_weights", "grad_out", "entropy")
+    of_tokens += ("grad_log_probs", "grad_entropy", "grad_log_sum_exp")
+
+    def distributed(self) -> tuple[str, ...]:
+        return self.rows + self.of_tokens
+
+    def check(self, call: Call) -> None:
+        super().check(call)
+        if call.arguments.get("inplace_backward"):
+            call.refuse("`inplace_backward` is not for DTensors")
+
+    def targets(self, call: Call) -> Targets:
+        targets = super().targets(call)
+        if call.arguments.get("reduction") == _MEAN and any(isinstance(t, Shard) for t in targets):
+            call.refuse(
+                "`reduction` of sharded rows must be 'none' or 'sum', as no rank knows the number "
+                "of all targets, got 'mean'"
+            )
+        return targets
+
+    def placement(self, call: Call, name: str, t: DTensor, rows) -> Replicate | Shard:
+        return rows if t.dim() > 0 else Replicate()
+
+    def result(self, call: Call, name: str, targets: Targets) -> Like | None:
+        if name in ("statistics", "count") or (name == "entropy" and not call["return_entropy"]):
+            return None
+        if name == "grad_logits":
+            return Like("logits", targets, "")
+        if name == "loss" and call["reduction"] != _NONE:
+            return Like("loss", [Partial() if isinstance(t, Shard) else t for t in targets], "")
+        return Like("targets", targets, "")
+
+    def wrapped(self, call: Call, local: torch.Tensor, like: Like | None):
+        if like is None:
+            return local
+        if like.source == "loss":
+            return from_local(local, call["logits"].device_mesh, like.placements, ())
+        t = call[like.source]
+        return from_local(local, t.device_mesh, like.placements, t.shape)
+
+
 class GivenLogits(Rule):
     """A draw from whole rows: the noise depends on the number of a row."""
 
@@ -258,6 +304,7 @@ _AFFINE = ("weight", "bias")
 _SCALE, _GATE = ("scale", "shift"), ("gate", "scale", "shift")
 _ROTATED = Rotary(("q", "k"))
 _NORMED = Rotary(("q", "k"), ("q_weight", "k_weight"))
+_LOSS = Tokens(("logits",))
 _OPTIONS = ("seed", "offset", "temperature", "top_k", "top_p", "min_p")
 
 
@@ -313,6 +360,11 @@ RULES: dict[str, Rule] = {
     "qk_norm_rotary_bwd": _gradient(
         ("q", "k", "grad_q_out", "grad_k_out"), ("q_weight", "k_weight"), kind=Rotary
     ),
+    **_with_gradient("cross_entropy", _LOSS),
+    "cross_entropy_bwd": _gradient(("logits",), kind=Tokens),
+    "cross_entropy_bwd_": _gradient(("logits",), kind=Tokens),
+    **_with_gradient("log_probs", _LOSS),
+    "log_probs_bwd": _gradient(("logits",), kind=Tokens),
     "gumbel_sample": GivenLogits(("logits",), ("bias", "bitmask"), numbers=_OPTIONS),
     "lm_head_sample": Head(("hidden",), ("weight", "weight_scale", "bias"), numbers=_OPTIONS),
     "lm_head_sample_shard": Refused(()),

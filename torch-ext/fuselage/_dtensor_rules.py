@@ -18,6 +18,9 @@ from ._arguments import public_function
 
 Targets = list  # of a placement for each dimension of the mesh
 
+# Arguments that are no tensors, and change a plan.
+_OF_PLANS = ("heads_dim", "reduction", "return_entropy", "inplace_backward")
+
 # NOTE: not what derives from these. The mask of an embedding's parts is gone after one reduction.
 _UNDERSTOOD = (Replicate, Shard, Partial)
 
@@ -48,7 +51,7 @@ class Call:
             (a.device_mesh, a.placements, a.shape) if isinstance(a, DTensor) else a is None
             for a in self.arguments.values()
         ]
-        return (self.overload, self.arguments.get("heads_dim"), *described)
+        return (self.overload, *map(self.arguments.get, _OF_PLANS), *described)
 
     def refuse(self, why: str):
         op = public_function() or self.op

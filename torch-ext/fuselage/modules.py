@@ -8,6 +8,7 @@ import torch
 
 from .ada_norm import ada_layer_norm, ada_rms_norm, fused_add_layer_norm, layer_norm
 from .gate import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from .loss import cross_entropy
 from .norm import fused_add_rms_norm, rms_norm
 from .poly_norm import fused_mul_poly_norm, grouped_poly_norm, poly_norm
 
@@ -330,3 +331,60 @@ class GeluAndMul(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
+
+
+class CrossEntropyLoss(torch.nn.Module):
+    """`cross_entropy`, like `torch.nn.CrossEntropyLoss`: `[..., vocab], [...] -> [] or [...]`.
+
+    The classes are the last dimension, and the result is float32.
+
+    Args:
+        ignore_index, reduction, label_smoothing, lse_square_scale, logit_softcap,
+            inplace_backward: As in `cross_entropy`.
+    """
+
+    def __init__(
+        self,
+        *,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        lse_square_scale: float = 0.0,
+        logit_softcap: Optional[float] = None,
+        inplace_backward: bool = False,
+    ):
+        super().__init__()
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.lse_square_scale = lse_square_scale
+        self.logit_softcap = logit_softcap
+        self.inplace_backward = inplace_backward
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        token_weights: Optional[torch.Tensor] = None,
+    ) -> torch.Tensor:
+        return cross_entropy(
+            logits,
+            targets,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            lse_square_scale=self.lse_square_scale,
+            logit_softcap=self.logit_softcap,
+            token_weights=token_weights,
+            inplace_backward=self.inplace_backward,
+        )
+
+    def extra_repr(self) -> str:
+        text = f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"
+        if self.label_smoothing:
+            text += f", label_smoothing={self.label_smoothing}"
+        if self.lse_square_scale:
+            text += f", lse_square_scale={self.lse_square_scale}"
+        if self.logit_softcap is not None:
+            text += f", logit_softcap={self.logit_softcap}"
+        return text + (", inplace_backward=True" if self.inplace_backward else "")

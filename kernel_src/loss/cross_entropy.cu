@@ -1,0 +1,300 @@
+// cross_entropy on the GPU, and the backward of the family: formulas in loss/cross_entropy.h.
+//
+// The forward reads a row once. A thread keeps the maximum of its logits, and the sum of e^(logit -
+// maximum); a larger maximum scales the sum. The threads of a row are a part of a warp, a warp or a
+// block (loss/cross_entropy_policy.h). Exponentials are those of the hardware. A second kernel, of
+// one block, adds up the rows' losses in float64.
+//
+// The backward reads a row again, and writes its gradient, each element by itself.
+
+#include "loss/cross_entropy_policy.h"
+#include "loss/loss_device.h"
+
+namespace fuselage {
+namespace {
+
+// ---- the forward ----
+
+// Of some of a row's logits: the maximum, the sum of e^(x - max), and that of x.
+struct RunningSums {
+  float max, sum, total;
+
+  // NOTE: the lowest float, as -inf has no distance from itself. Rows without a sum have no finite
+  // logit.
+  static __device__ __forceinline__ RunningSums none() { return {kLowestFloat, 0.0f, 0.0f}; }
+
+  __device__ __forceinline__ void raise(float most) {
+    sum *= exp2_approximate((max - most) * kLog2E);
+    max = most;
+  }
+};
+
+// Over `width` neighbouring lanes, in every one of them.
+__device__ __forceinline__ RunningSums warp_join(RunningSums sums, int width) {
+  sums.raise(warp_max(sums.max, width));
+  sums.sum = warp_sum(sums.sum, width);
+  sums.total = warp_sum(sums.total, width);
+  return sums;
+}
+
+template <typename T, int kVectors, bool kAligned>
+__device__ __forceinline__ RunningSums read_row(const CrossEntropyForward& p, int64_t row,
+                                                bool is_read) {
+  using Columns = LossColumns<T, kVectors>;
+  constexpr int N = Columns::N;
+  const Columns columns;
+  const int vocab = static_cast<int>(p.in.vocab);
+  const T* data = row_of<T>(p.in, is_read ? row : 0);
+  RunningSums sums = RunningSums::none();
+  int column = columns.first;
+  for (int first = 0; first < vocab; first += columns.step, column += columns.step) {
+    const int left = is_read ? vocab - column : -N;
+    RowLoading<T, kVectors, kAligned> loading;
+    loading.start(data + column, left);
+    float values[kVectors][N];
+    float most = sums.max;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      unpack(loading.finish(j), p.in.dtype, values[j]);
+      finish_logits(values[j], left - j * kWarpSize * N, p.in.softcap, minus_infinity());
+#pragma unroll
+      for (int k = 0; k < N; ++k) most = fmaxf(most, values[j][k]);
+    }
+    if (most > sums.max) sums.raise(most);
+    float parts[4] = {};
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) parts[k % 4] += exp2_approximate((values[j][k] - most) * kLog2E);
+    }
+    sums.sum += (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    if (p.smoothing == 0.0f) continue;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) sums.total += k < left - j * kWarpSize * N ? values[j][k] : 0.0f;
+    }
+  }
+  return sums;
+}
+
+__device__ __forceinline__ void write_loss(const CrossEntropyForward& p, int64_t row,
+                                           const RunningSums& sums) {
+  const float log_sum = log_of_sum(sums.sum), distance = target_logit(p.in, row) - sums.max;
+  float loss = log_sum - (1.0f - p.smoothing) * distance;
+  if (p.smoothing != 0.0f)
+    loss -= p.smoothing * (sums.total / static_cast<float>(p.in.vocab) - sums.max);
+  const float log_sum_exp = sums.max + log_sum;
+  if (p.square_scale != 0.0f) loss += p.square_scale * log_sum_exp * log_sum_exp;
+  p.losses[row] = p.token_weights == nullptr ? loss : p.token_weights[row] * loss;
+  if (p.statistics != nullptr) p.statistics[row] = {sums.max, log_sum};
+}
+
+__device__ __forceinline__ void write_nothing(const CrossEntropyForward& p, int64_t row) {
+  p.losses[row] = 0.0f;
+  if (p.statistics != nullptr) p.statistics[row] = {0.0f, 0.0f};
+}
+
+template <typename T, int kVectors, bool kAligned>
+__global__ void __launch_bounds__(kLossThreads, kAligned ? 3 : 2)
+    forward_kernel(const CrossEntropyForward p) {
+  __shared__ RunningSums of_warps[kWarpSize];
+  const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  const bool is_read = is_counted(p.in, row);
+  if (kVectors > 1 && !is_read) {
+    if (threadIdx.x == 0) write_nothing(p, row);
+    return;
+  }
+  RunningSums sums = read_row<T, kVectors, kAligned>(p, row, is_read);
+  sums = warp_join(sums, lanes_of_row<kVectors>());
+  if (kVectors > 1 && blockDim.x > kWarpSize) {
+    if (threadIdx.x % kWarpSize == 0) of_warps[threadIdx.x / kWarpSize] = sums;
+    __syncthreads();
+    if (threadIdx.x >= kWarpSize) return;
+    sums = RunningSums::none();
+    if (threadIdx.x < blockDim.x / kWarpSize) sums = of_warps[threadIdx.x];
+    sums = warp_join(sums, kWarpSize);
+  }
+  if (threadIdx.x != 0 || row >= p.in.rows) return;
+  if (is_read) {
+    write_loss(p, row, sums);
+  } else {
+    write_nothing(p, row);
+  }
+}
+
+// ---- the sum of the losses ----
+
+__global__ void __launch_bounds__(kLossSumThreads) finish_kernel(const CrossEntropyForward p) {
+  __shared__ double sums[kLossSumThreads];
+  __shared__ int64_t counts[kLossSumThreads];
+  grid_dependency_wait();
+  double sum = 0.0;
+  int64_t count = 0;
+#pragma unroll 1
+  for (int64_t row = threadIdx.x; row < p.in.rows; row += kLossSumThreads) {
+    sum += p.losses[row];
+    count += target_of(p.in, row) != p.in.ignore_index;
+  }
+  sums[threadIdx.x] = sum;
+  counts[threadIdx.x] = count;
+#pragma unroll 1
+  for (int step = kLossSumThreads / 2; step > 0; step /= 2) {
+    __syncthreads();
+    if (threadIdx.x >= step) continue;
+    sums[threadIdx.x] += sums[threadIdx.x + step];
+    counts[threadIdx.x] += counts[threadIdx.x + step];
+  }
+  if (threadIdx.x != 0) return;
+  const bool is_mean = p.reduction == Reduction::mean;
+  *p.loss = static_cast<float>(is_mean ? sums[0] / static_cast<double>(counts[0]) : sums[0]);
+  if (p.count != nullptr) *p.count = static_cast<float>(counts[0]);
+}
+
+// ---- the backward ----
+
+// The gradient of z is of_prob * p + of_log2 * p * log2(p) - of_target [is the target] - offset.
+struct GradientFactors {
+  float of_prob, of_log2, of_target, offset;
+  int target;
+};
+
+__device__ __forceinline__ float value_at(const float* values, int64_t row, float missing) {
+  return values == nullptr ? missing : values[row];
+}
+
+__device__ __forceinline__ GradientFactors factors_of(const LossBackward& p, int64_t row,
+                                                      const RowStatistics& statistics) {
+  const int64_t target = target_of(p.in, row);
+  GradientFactors f{0.0f, 0.0f, 0.0f, 0.0f, -1};
+  if (target >= 0 && target < p.in.vocab) {
+    f.target = static_cast<int>(target);
+  } else {
+    f.offset = not_a_number();
+  }
+  if (p.grad_loss != nullptr) {
+    float grad = p.grad_loss[p.grad_per_row ? row : 0] * value_at(p.token_weights, row, 1.0f);
+    if (p.count != nullptr) grad /= *p.count;
+    const float log_sum_exp = statistics.max + statistics.log_sum;
+    f.of_prob = grad;
+    if (p.square_scale != 0.0f) f.of_prob += 2.0f * grad * p.square_scale * log_sum_exp;
+    f.of_target = grad * (1.0f - p.smoothing);
+    f.offset += grad * p.smoothing / static_cast<float>(p.in.vocab);
+  } else {
+    const float of_log_prob = value_at(p.grad_log_probs, row, 0.0f);
+    const float of_entropy = value_at(p.grad_entropy, row, 0.0f);
+    f.of_prob = value_at(p.grad_log_sum_exp, row, 0.0f) - of_log_prob;
+    if (p.grad_entropy != nullptr) f.of_prob -= of_entropy * p.entropy[row];
+    f.of_log2 = -0.693147180559945f * of_entropy;
+    f.of_target = -of_log_prob;
+  }
+  return f;
+}
+
+template <typename T, int kVectors, bool kAligned>
+__global__ void __launch_bounds__(kGradientThreads, 4)
+    gradient_kernel(const LossBackward p, const LossGradientPolicy policy) {
+  using Columns = LossColumns<T, kVectors>;
+  constexpr int N = Columns::N;
+  const unsigned column_blocks = static_cast<unsigned>(policy.column_blocks);
+  const int64_t row = int64_t{blockIdx.x / column_blocks} * policy.rows_per_block + threadIdx.y;
+  const int block_column = static_cast<int>(blockIdx.x % column_blocks) * policy.columns_per_block;
+  const int column = block_column + Columns().first;
+  const bool is_row = row < p.in.rows, is_read = is_counted(p.in, row);
+  const int left = is_row ? static_cast<int>(p.in.vocab) - column : -N;
+  RowLoading<T, kVectors, kAligned> loading;
+  loading.start(row_of<T>(p.in, is_row ? row : 0) + column, is_read ? left : -N);
+
+  RowStatistics statistics{};
+  GradientFactors f{};
+  if (is_read) {
+    statistics = p.statistics[row];
+    f = factors_of(p, row, statistics);
+  }
+  const float scale = p.inv_temperature * kLog2E, shift = statistics.log_sum * kLog2E;
+  const float inv_softcap = p.in.softcap == 0.0f ? 0.0f : 1.0f / p.in.softcap;
+  T* target_row = static_cast<T*>(p.grad_logits) + (is_row ? row : 0) * p.grad_stride;
+  RowStoring<T, N, kVectors, kAligned> storing(target_row + column, left);
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    float x[N], grads[N];
+    unpack(loading.finish(j), p.in.dtype, x);
+    finish_logits(x, N, p.in.softcap, 0.0f);
+    const int target = f.target - column - j * kWarpSize * N;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const float log2_prob = (x[k] - statistics.max) * scale - shift;
+      // NOTE: the bound is for probabilities of zero, whose logarithms are not finite.
+      grads[k] = exp2_approximate(log2_prob) * (f.of_prob + f.of_log2 * fmaxf(log2_prob, -200.0f));
+      grads[k] -= f.offset;
+      if (k == target) grads[k] -= f.of_target;
+      grads[k] *= p.inv_temperature;
+    }
+    if (p.in.softcap != 0.0f) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const float tanh = x[k] * inv_softcap;
+        grads[k] *= 1.0f - tanh * tanh;
+      }
+    }
+    storing.put(j, pack<T>(grads, p.in.dtype));
+  }
+}
+
+// ---- launchers ----
+
+template <typename T>
+constexpr int kVectorSize = 16 / static_cast<int>(sizeof(T));
+
+template <typename T>
+gpuError launch_forward(const CrossEntropyForward& p, gpuStream stream) {
+  const LossPolicy policy = loss_policy(p.in.vocab, kVectorSize<T>);
+  const dim3 grid(static_cast<unsigned>(ceil_div(p.in.rows, policy.rows_per_block)));
+  const dim3 block(policy.threads, policy.rows_per_block);
+  const auto kernel = policy.vectors == 1 ? &forward_kernel<T, 1, false>
+                      : is_aligned(p.in)  ? &forward_kernel<T, kLossVectors, true>
+                                          : &forward_kernel<T, kLossVectors, false>;
+  return gpu_launch(kernel, grid, block, 0, 1, stream, p);
+}
+
+template <typename T>
+gpuError launch_backward(const LossBackward& p, gpuStream stream) {
+  const LossGradientPolicy policy = loss_gradient_policy(p.in.rows, p.in.vocab, kVectorSize<T>);
+  const dim3 grid(static_cast<unsigned>(policy.row_blocks * policy.column_blocks));
+  const dim3 block(policy.threads, policy.rows_per_block);
+  const auto kernel = policy.vectors == 1 ? &gradient_kernel<T, 1, false>
+                      : is_aligned(p)     ? &gradient_kernel<T, kLossVectors, true>
+                                          : &gradient_kernel<T, kLossVectors, false>;
+  return gpu_launch(kernel, grid, block, 0, 1, stream, p, policy);
+}
+
+constexpr const char* kTooManyRows = "`logits` has too many rows for one launch";
+
+}  // namespace
+
+namespace gpu {
+
+const char* cross_entropy_forward(const CrossEntropyForward& p, int, void* raw_stream) {
+  const gpuStream stream = static_cast<gpuStream>(raw_stream);
+  if (p.in.rows > kMaxLossBlocks) return kTooManyRows;
+  gpuError error = gpuSuccess;
+  if (p.in.rows > 0) {
+    error = dispatch_size(p.in.dtype, [&](auto tag) {
+      return launch_forward<typename decltype(tag)::type>(p, stream);
+    });
+  }
+  if (error != gpuSuccess || p.reduction == Reduction::none) return message_of(error);
+  return message_of(gpu_launch_after(&finish_kernel, dim3(1), dim3(kLossSumThreads), stream, p));
+}
+
+const char* loss_backward(const LossBackward& p, int, void* raw_stream) {
+  const LossGradientPolicy policy =
+      loss_gradient_policy(p.in.rows, p.in.vocab, 16 / dtype_size(p.in.dtype));
+  if (policy.row_blocks * policy.column_blocks > kMaxLossBlocks) return kTooManyRows;
+  return message_of(dispatch_size(p.in.dtype, [&](auto tag) {
+    return launch_backward<typename decltype(tag)::type>(p, static_cast<gpuStream>(raw_stream));
+  }));
+}
+
+}  // namespace gpu
+}  // namespace fuselage

@@ -1,0 +1,101 @@
+// How the kernels of the loss family are laid out on a GPU: pure functions of the device and the
+// shape. The order of a float sum is that of the layout, so forwards do not ask for the rows.
+#pragma once
+
+#include <algorithm>
+
+#include "common/alignment.h"
+#include "common/launch_policy.h"
+#include "loss/cross_entropy.h"
+
+namespace fuselage {
+
+constexpr int kLossThreads = 512;      // of a row, at most
+constexpr int kLossVectors = 2;        // 16-byte loads of a thread in flight
+constexpr int kNarrowThreads = 256;    // of a block with several rows in a warp
+constexpr int kGradientThreads = 256;  // of the backward
+constexpr int kLossSumThreads = 1024;  // of the block that adds up the losses of all rows
+constexpr int64_t kMaxLossBlocks = (int64_t{1} << 31) - 1;
+
+// A thread has `vectors` vectors at a time, `threads` threads have a row. Rows of up to a warp's
+// vectors share warps, with one vector a thread.
+struct LossPolicy {
+  int vectors;
+  int threads;
+  int rows_per_block;
+};
+
+inline LossPolicy loss_policy(int64_t vocab, int vector_size) {
+  const int64_t count = std::max<int64_t>(ceil_div(vocab, vector_size), 1);
+  if (count <= kWarpSize) {
+    const int threads = threads_for(count, 1);
+    return {1, threads, kNarrowThreads / threads};
+  }
+  const int threads = std::clamp(threads_for(std::min<int64_t>(count, 1 << 16), kLossVectors),
+                                 kWarpSize, kLossThreads);
+  return {kLossVectors, threads, 1};
+}
+
+// The backward cuts rows into blocks of columns: every element is by itself.
+struct LossGradientPolicy {
+  int vectors;
+  int threads, rows_per_block;
+  int columns_per_block;
+  int64_t column_blocks, row_blocks;
+};
+
+inline LossGradientPolicy loss_gradient_policy(int64_t rows, int64_t vocab, int vector_size) {
+  const LossPolicy row = loss_policy(vocab, vector_size);
+  LossGradientPolicy policy{};
+  policy.vectors = row.vectors;
+  policy.threads = std::min(row.threads, kGradientThreads);
+  policy.rows_per_block = row.vectors == 1 ? row.rows_per_block : kGradientThreads / policy.threads;
+  policy.columns_per_block = policy.threads * policy.vectors * vector_size;
+  policy.column_blocks = std::max<int64_t>(ceil_div(vocab, policy.columns_per_block), 1);
+  policy.row_blocks = ceil_div(rows, policy.rows_per_block);
+  return policy;
+}
+
+// log_probs reads a row twice: for the maximum, and for the weights. The blocks of a cluster have
+// a part of it each, and keep what they can of that in shared memory. What they cannot is read
+// again, from L2 mostly.
+constexpr int kLogProbsWanted = 16384;         // logits of a row for one block
+constexpr int kLogProbsFixedBytes = 4 * 1024;  // of a block, besides what it keeps
+constexpr int kLogProbsBlocks = 2;             // on an SM
+constexpr int kLogProbsNarrowRows = 4;         // of a block where a warp has a row
+
+struct LogProbsPolicy {
+  int threads, rows_per_block;
+  int cluster;
+  int part;  // logits of a row for one block, whole vectors
+  int kept;  // steps of kLossVectors vectors a thread that are kept
+  int shared_bytes;
+};
+
+inline LogProbsPolicy log_probs_policy(const DeviceInfo& device, int64_t vocab, int vector_size) {
+  LogProbsPolicy policy{};
+  policy.cluster = cluster_for(device, std::max<int64_t>(vocab, 1), kLogProbsWanted);
+  const int64_t vectors =
+      std::max<int64_t>(ceil_div(ceil_div(vocab, policy.cluster), vector_size), 1);
+  policy.part = static_cast<int>(vectors) * vector_size;
+  policy.threads = std::clamp(threads_for(std::min<int64_t>(vectors, 1 << 16), kLossVectors),
+                              kWarpSize, kLossThreads);
+  policy.rows_per_block = policy.threads == kWarpSize ? kLogProbsNarrowRows : 1;
+  const int step_bytes = policy.threads * policy.rows_per_block * kLossVectors * 16;
+  const int room = device.max_shared_memory / kLogProbsBlocks - kLogProbsFixedBytes;
+  const int64_t steps = ceil_div(vectors, int64_t{policy.threads} * kLossVectors);
+  policy.kept = static_cast<int>(std::min<int64_t>(steps, std::max(room, 0) / step_bytes));
+  policy.shared_bytes = policy.kept * step_bytes;
+  return policy;
+}
+
+// Whether rows may be read, and gradients written, by whole vectors.
+inline bool is_aligned(const LossRows& in) {
+  return aligned_rows(in.logits, in.rows == 1 ? 0 : in.stride, in.vocab, in.dtype);
+}
+inline bool is_aligned(const LossBackward& p) {
+  return is_aligned(p.in) &&
+         aligned_rows(p.grad_logits, p.in.rows == 1 ? 0 : p.grad_stride, p.in.vocab, p.in.dtype);
+}
+
+}  // namespace fuselage
