@@ -639,7 +639,7 @@ void loss(const DeviceInfo& device, Report& report) {
                                     : is_narrow && row.threads * vector >= vocab,
                     "rows of a warp");
 
-      const LossGradientPolicy gradient = loss_gradient_policy(rows, vocab, vector);
+      const LossGradientPolicy gradient = loss_gradient_policy(device, rows, vocab, vector);
       const int64_t blocks = gradient.row_blocks * gradient.column_blocks;
       report.expect(blocks <= kMaxLossBlocks || rows * vocab > (int64_t{1} << 40), "blocks");
       if (blocks <= kMaxLossBlocks) {
@@ -648,7 +648,8 @@ void loss(const DeviceInfo& device, Report& report) {
       }
       report.expect(gradient.columns_per_block * gradient.column_blocks >= vocab &&
                         gradient.rows_per_block * gradient.row_blocks >= rows &&
-                        gradient.columns_per_block % vector == 0,
+                        gradient.columns_per_block ==
+                            gradient.turns * gradient.threads * gradient.vectors * vector,
                     "logits without a block");
 
       const LogProbsPolicy twice = log_probs_policy(device, vocab, vector);

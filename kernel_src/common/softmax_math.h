@@ -116,10 +116,19 @@ FUSELAGE_SHARED float log_of_weights(uint64_t sum, int shift) {
   return log_of_normal<Math>(static_cast<float>(sum) * unit);
 }
 
+// A product that is rounded by itself, whatever is added to it.
+FUSELAGE_SHARED float rounded_product(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
 // The distance, at most zero, of a logit from the row's maximum, over temperature. NOTE: that of an
 // infinity from an equal one is 0.
 FUSELAGE_SHARED float distance_of(float logit, float max_logit, float inv_temperature) {
-  return logit == max_logit ? 0.0f : (logit - max_logit) * inv_temperature;
+  return logit == max_logit ? 0.0f : rounded_product(logit - max_logit, inv_temperature);
 }
 
 // logit / temperature + more, of a finite logit the nearest finite number.

@@ -191,53 +191,74 @@ __device__ __forceinline__ GradientFactors factors_of(const LossBackward& p, int
   return f;
 }
 
-template <typename T, int kVectors, bool kAligned>
-__global__ void __launch_bounds__(kGradientThreads, 4)
-    gradient_kernel(const LossBackward p, const LossGradientPolicy policy) {
-  using Columns = LossColumns<T, kVectors>;
-  constexpr int N = Columns::N;
-  const unsigned column_blocks = static_cast<unsigned>(policy.column_blocks);
-  const int64_t row = int64_t{blockIdx.x / column_blocks} * policy.rows_per_block + threadIdx.y;
-  const int block_column = static_cast<int>(blockIdx.x % column_blocks) * policy.columns_per_block;
-  const int column = block_column + Columns().first;
-  const bool is_row = row < p.in.rows, is_read = is_counted(p.in, row);
-  const int left = is_row ? static_cast<int>(p.in.vocab) - column : -N;
-  RowLoading<T, kVectors, kAligned> loading;
-  loading.start(row_of<T>(p.in, is_row ? row : 0) + column, is_read ? left : -N);
+// What the gradients of a row have in common.
+struct GradientRow {
+  RowStatistics statistics;
+  GradientFactors f;
+  float scale, shift;  // of logarithms of probabilities, to the base 2
+  float inv_temperature, softcap, inv_softcap;
 
-  RowStatistics statistics{};
-  GradientFactors f{};
-  if (is_read) {
-    statistics = p.statistics[row];
-    f = factors_of(p, row, statistics);
-  }
-  const float scale = p.inv_temperature * kLog2E, shift = statistics.log_sum * kLog2E;
-  const float inv_softcap = p.in.softcap == 0.0f ? 0.0f : 1.0f / p.in.softcap;
-  T* target_row = static_cast<T*>(p.grad_logits) + (is_row ? row : 0) * p.grad_stride;
-  RowStoring<T, N, kVectors, kAligned> storing(target_row + column, left);
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    float x[N], grads[N];
-    unpack(loading.finish(j), p.in.dtype, x);
-    finish_logits(x, N, p.in.softcap, 0.0f);
-    const int target = f.target - column - j * kWarpSize * N;
+  // The gradients of N logits, of which the first is that of `column`.
+  template <int N>
+  __device__ __forceinline__ void differentiate(float (&x)[N], int column,
+                                                float (&grads)[N]) const {
+    finish_logits(x, N, softcap, 0.0f);
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       const float log2_prob = (x[k] - statistics.max) * scale - shift;
       // NOTE: the bound is for probabilities of zero, whose logarithms are not finite.
       grads[k] = exp2_approximate(log2_prob) * (f.of_prob + f.of_log2 * fmaxf(log2_prob, -200.0f));
       grads[k] -= f.offset;
-      if (k == target) grads[k] -= f.of_target;
-      grads[k] *= p.inv_temperature;
+      if (k == f.target - column) grads[k] -= f.of_target;
+      grads[k] *= inv_temperature;
     }
-    if (p.in.softcap != 0.0f) {
+    if (softcap == 0.0f) return;
 #pragma unroll
-      for (int k = 0; k < N; ++k) {
-        const float tanh = x[k] * inv_softcap;
-        grads[k] *= 1.0f - tanh * tanh;
-      }
+    for (int k = 0; k < N; ++k) {
+      const float tanh = x[k] * inv_softcap;
+      grads[k] *= 1.0f - tanh * tanh;
     }
-    storing.put(j, pack<T>(grads, p.in.dtype));
+  }
+};
+
+template <typename T, int kVectors, bool kAligned>
+__global__ void __launch_bounds__(kGradientThreads, 4)
+    gradient_kernel(const LossBackward p, const LossGradientPolicy policy) {
+  using Columns = LossColumns<T, kVectors>;
+  constexpr int N = Columns::N;
+  const Columns columns;
+  const unsigned column_blocks = static_cast<unsigned>(policy.column_blocks);
+  const int64_t row = int64_t{blockIdx.x / column_blocks} * policy.rows_per_block + threadIdx.y;
+  int column = static_cast<int>(blockIdx.x % column_blocks) * policy.columns_per_block;
+  column += columns.first;
+  const bool is_row = row < p.in.rows, is_read = is_counted(p.in, row);
+  const T* data = row_of<T>(p.in, is_row ? row : 0);
+  T* grad_row = static_cast<T*>(p.grad_logits) + (is_row ? row : 0) * p.grad_stride;
+
+  // NOTE: where nothing is read, logits and factors are zero, and so are gradients.
+  GradientRow own{};
+  own.inv_temperature = p.inv_temperature;
+  own.softcap = p.in.softcap;
+  own.inv_softcap = p.in.softcap == 0.0f ? 0.0f : 1.0f / p.in.softcap;
+  own.scale = p.inv_temperature * kLog2E;
+#pragma unroll 1
+  for (int turn = 0; turn < policy.turns; ++turn, column += columns.step) {
+    const int left = is_row ? static_cast<int>(p.in.vocab) - column : -N;
+    RowLoading<T, kVectors, kAligned> loading;
+    loading.start(data + column, is_read ? left : -N);
+    if (turn == 0 && is_read) {
+      own.statistics = p.statistics[row];
+      own.f = factors_of(p, row, own.statistics);
+      own.shift = own.statistics.log_sum * kLog2E;
+    }
+    RowStoring<T, N, kVectors, kAligned> storing(grad_row + column, left);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      float x[N], grads[N];
+      unpack(loading.finish(j), p.in.dtype, x);
+      own.differentiate(x, column + j * kWarpSize * N, grads);
+      storing.put(j, pack<T>(grads, p.in.dtype));
+    }
   }
 }
 
@@ -258,8 +279,8 @@ gpuError launch_forward(const CrossEntropyForward& p, gpuStream stream) {
 }
 
 template <typename T>
-gpuError launch_backward(const LossBackward& p, gpuStream stream) {
-  const LossGradientPolicy policy = loss_gradient_policy(p.in.rows, p.in.vocab, kVectorSize<T>);
+gpuError launch_backward(const LossBackward& p, const LossGradientPolicy& policy,
+                         gpuStream stream) {
   const dim3 grid(static_cast<unsigned>(policy.row_blocks * policy.column_blocks));
   const dim3 block(policy.threads, policy.rows_per_block);
   const auto kernel = policy.vectors == 1 ? &gradient_kernel<T, 1, false>
@@ -287,12 +308,13 @@ const char* cross_entropy_forward(const CrossEntropyForward& p, int, void* raw_s
   return message_of(gpu_launch_after(&finish_kernel, dim3(1), dim3(kLossSumThreads), stream, p));
 }
 
-const char* loss_backward(const LossBackward& p, int, void* raw_stream) {
+const char* loss_backward(const LossBackward& p, int device, void* raw_stream) {
   const LossGradientPolicy policy =
-      loss_gradient_policy(p.in.rows, p.in.vocab, 16 / dtype_size(p.in.dtype));
+      loss_gradient_policy(device_info(device), p.in.rows, p.in.vocab, 16 / dtype_size(p.in.dtype));
   if (policy.row_blocks * policy.column_blocks > kMaxLossBlocks) return kTooManyRows;
   return message_of(dispatch_size(p.in.dtype, [&](auto tag) {
-    return launch_backward<typename decltype(tag)::type>(p, static_cast<gpuStream>(raw_stream));
+    return launch_backward<typename decltype(tag)::type>(p, policy,
+                                                         static_cast<gpuStream>(raw_stream));
   }));
 }
 

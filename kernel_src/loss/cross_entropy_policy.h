@@ -12,6 +12,7 @@ namespace fuselage {
 
 constexpr int kLossThreads = 512;      // of a row, at most
 constexpr int kLossVectors = 2;        // 16-byte loads of a thread in flight
+constexpr int kLossTurns = 6;          // that many times, at least, where a block has a row
 constexpr int kNarrowThreads = 256;    // of a block with several rows in a warp
 constexpr int kGradientThreads = 256;  // of the backward
 constexpr int kLossSumThreads = 1024;  // of the block that adds up the losses of all rows
@@ -31,26 +32,38 @@ inline LossPolicy loss_policy(int64_t vocab, int vector_size) {
     const int threads = threads_for(count, 1);
     return {1, threads, kNarrowThreads / threads};
   }
-  const int threads = std::clamp(threads_for(std::min<int64_t>(count, 1 << 16), kLossVectors),
-                                 kWarpSize, kLossThreads);
+  // Few threads for a row leave room for many rows, all of which load at once.
+  const int threads =
+      std::clamp(threads_for(std::min<int64_t>(count, 1 << 16), kLossVectors * kLossTurns),
+                 kWarpSize, kLossThreads);
   return {kLossVectors, threads, 1};
 }
 
-// The backward cuts rows into blocks of columns: every element is by itself.
+// The backward cuts rows into blocks of columns: every element is by itself. A thread has vectors
+// `turns` times, so that what a block reads of its row first, target and statistics, is little
+// beside its logits.
 struct LossGradientPolicy {
   int vectors;
   int threads, rows_per_block;
+  int turns;
   int columns_per_block;
   int64_t column_blocks, row_blocks;
 };
 
-inline LossGradientPolicy loss_gradient_policy(int64_t rows, int64_t vocab, int vector_size) {
+inline LossGradientPolicy loss_gradient_policy(const DeviceInfo& device, int64_t rows,
+                                               int64_t vocab, int vector_size) {
+  constexpr int kTurns = 4, kBlocks = 16;  // blocks of a multiprocessor, for that many turns
   const LossPolicy row = loss_policy(vocab, vector_size);
   LossGradientPolicy policy{};
   policy.vectors = row.vectors;
   policy.threads = std::min(row.threads, kGradientThreads);
   policy.rows_per_block = row.vectors == 1 ? row.rows_per_block : kGradientThreads / policy.threads;
-  policy.columns_per_block = policy.threads * policy.vectors * vector_size;
+  const int columns = policy.threads * policy.vectors * vector_size;
+  const int64_t blocks =
+      ceil_div(rows, policy.rows_per_block) * ceil_div(vocab, int64_t{kTurns} * columns);
+  const bool has_many = blocks >= int64_t{kBlocks} * device.multiprocessors;
+  policy.turns = has_many && vocab > columns ? kTurns : 1;
+  policy.columns_per_block = policy.turns * columns;
   policy.column_blocks = std::max<int64_t>(ceil_div(vocab, policy.columns_per_block), 1);
   policy.row_blocks = ceil_div(rows, policy.rows_per_block);
   return policy;

@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kLossThreads, kLogProbsBlocks)
     part.template for_each<false>([&](const float(&values)[Part::N]) {
 #pragma unroll
       for (int k = 0; k < Part::N; ++k) {
-        const float distance = (values[k] - max) * p.inv_temperature;
+        const float distance = rounded_product(values[k] - max, p.inv_temperature);
         const unsigned long long weight = weight_at(distance, shift);
         sums.weights += weight;
         if (p.entropy != nullptr && weight != 0)
