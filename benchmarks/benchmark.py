@@ -310,3 +310,43 @@ class LmHeadSample(Benchmark):
 
     benchmark_one_row = benchmark_batch = fused
     verify_one_row = verify_batch = reference
+
+
+class Logits:
+    """The logits of Llama 3, and their targets."""
+
+    seed = 20261121
+
+    def make(self, rows: int) -> None:
+        vocab = 128256 if self.device != "cpu" else 32000
+        self.logits = torch.randn(rows, vocab, device=self.device, dtype=torch.bfloat16)
+        self.targets = torch.randint(vocab, (rows,), device=self.device)
+
+    def setup_small(self) -> None:
+        self.make(64)
+
+    def setup_large(self) -> None:
+        self.make(2048 if self.device != "cpu" else 128)
+
+
+class CrossEntropy(Logits, Benchmark):
+    def fused(self) -> None:
+        self.out = self.kernel.cross_entropy(self.logits, self.targets)
+
+    def reference(self) -> torch.Tensor:
+        return F.cross_entropy(self.logits.float(), self.targets)
+
+    benchmark_small = benchmark_large = fused
+    verify_small = verify_large = reference
+
+
+class LogProbs(Logits, Benchmark):
+    def fused(self) -> None:
+        self.out = self.kernel.log_probs(self.logits, self.targets).log_probs
+
+    def reference(self) -> torch.Tensor:
+        every = torch.log_softmax(self.logits.float(), -1)
+        return every.gather(-1, self.targets[:, None])[:, 0]
+
+    benchmark_small = benchmark_large = fused
+    verify_small = verify_large = reference
