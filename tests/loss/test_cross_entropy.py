@@ -8,7 +8,7 @@ import loss_reference as reference
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_same_bits, each_dtype, half_an_ulp, normal
+from harness import assert_same_bits, each_dtype, half_an_ulp, normal, on_devices
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -117,9 +117,46 @@ def test_rows(fuselage, device, rows):
 
 
 @pytest.mark.slow
-def test_many_rows(fuselage, device):
-    logits, targets = make(device, (100_000, 128), torch.bfloat16)
-    check(fuselage, logits, targets, torch.ones((), device=device))
+@on_devices([(20_000, 128), (300, 5000)], [(100_000, 128), (2500, 40_000), (1500, 50_257)])
+def test_many_rows(fuselage, device, dim):
+    """On a GPU enough for blocks of the backward that have several chunks of a row."""
+    logits, targets = make(device, dim, torch.bfloat16)
+    check(fuselage, logits, targets, torch.ones((), device=device), label_smoothing=0.1)
+    leaf = logits.requires_grad_()
+    whole = fuselage.cross_entropy(leaf, targets, reduction="sum")
+    (grad,) = torch.autograd.grad(whole, leaf)
+    for begin in (0, 17):
+        some = logits[begin : begin + 3].detach().requires_grad_()
+        loss = fuselage.cross_entropy(some, targets[begin : begin + 3], reduction="sum")
+        (few,) = torch.autograd.grad(loss, some)
+        assert_same_bits(few, grad[begin : begin + 3], f"gradient of rows from {begin} on")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_in_a_graph(fuselage, device):
+    logits, targets = make(device, (64, 32_000), torch.bfloat16)
+    leaf = logits.requires_grad_()
+
+    def run():
+        loss = fuselage.cross_entropy(leaf, targets)
+        found = fuselage.log_probs(leaf, targets, return_entropy=True)
+        total = loss + found.log_probs.sum() + found.entropy.sum()
+        return loss.detach(), found.log_probs.detach(), torch.autograd.grad(total, leaf)[0]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    with torch.no_grad():
+        leaf.copy_(normal(leaf.shape, torch.bfloat16, device))
+    graph.replay()
+    for name, replayed, expected in zip(("loss", "log_probs", "gradient"), captured, run()):
+        assert_same_bits(replayed, expected, name)
 
 
 @pytest.mark.kernels_ci
