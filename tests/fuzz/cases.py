@@ -26,6 +26,7 @@ NO_BAD_CALLS = ("ltx_video_rotary_tables",)
 
 TABLES = ("ltx_video_rotary_tables", "wan_rotary_tables")
 LOSSES = ("cross_entropy", "log_probs")
+LOSS_MODULE = "modules.CrossEntropyLoss"
 SHARDS = ("lm_head_sample_shard", "combine_shard_samples")
 
 
@@ -42,8 +43,8 @@ def make(draw: Draw, name: str, ordinary: bool):
         return rotary.make(draw, "apply_rotary", in_place=True, ordinary=ordinary)
     if name == "gumbel_sample":
         return sampling.make_gumbel(draw, ordinary=ordinary)
-    if name in LOSSES:
-        return loss.make(draw, name, ordinary=ordinary)
+    if name in LOSSES or name == LOSS_MODULE:
+        return loss.make(draw, name if name in LOSSES else "cross_entropy", ordinary=ordinary)
     if name in TABLES:
         return tables.make(draw, name, ordinary=ordinary)
     if name in SHARDS or name == "lm_head_sample":
@@ -63,6 +64,8 @@ def check_valid(kernel, draw: Draw, name: str) -> None:
     elif name == "apply_rotary_":
         written = tuple(n for n in rotary.WRITTEN if call.inputs[n] is not None)
         rows.check_in_place(kernel, draw, name, call, written)
+    elif name == LOSS_MODULE:
+        loss.check_module(kernel, modules.MODULES["CrossEntropyLoss"][1], call)
     elif name.startswith("modules."):
         modules.check(kernel, draw, name.split(".")[1], call)
     elif name in TABLES:

@@ -104,6 +104,21 @@ def check(kernel, draw: Draw, call: Call) -> None:
     _check(call, "gradient", ours, theirs, leaf.dtype, largest)
 
 
+def check_module(kernel, options: tuple[str, ...], call: Call) -> None:
+    """`modules.CrossEntropyLoss` has the bits of the function."""
+    given = {n: v for n, v in call.given.items() if n in options}
+    tensors = {n: v for n, v in call.given.items() if n not in options}
+    results = []
+    with valid_call("modules.CrossEntropyLoss"):
+        module = kernel.modules.CrossEntropyLoss(**given)
+        for function, extra in ((module, {}), (kernel.cross_entropy, given)):
+            leaf = tensors["logits"].detach().requires_grad_()
+            loss = function(**{**tensors, "logits": leaf}, **extra)
+            results.append((loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]))
+    for label, ours, theirs in zip(("loss", "gradient"), *results, strict=True):
+        same_bits(ours, theirs, f"the module's {label}", "a wrong value")
+
+
 def _check(call: Call, name, actual: Tensor, exact: Tensor, dtype, scale: float = 1.0) -> None:
     """Within the noise, but that special rows are NaN as PyTorch's are, or overflow."""
     if actual.dtype != dtype or actual.shape != exact.shape:

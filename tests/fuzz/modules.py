@@ -25,6 +25,13 @@ MODULES = {
     "GroupedPolyNorm": ("grouped_poly_norm", ("eps", "hidden_clamp", "mul_first")),
     "SiluAndMul": ("silu_and_mul", ()),
     "GeluAndMul": ("gelu_and_mul", ()),
+    "CrossEntropyLoss": (
+        "cross_entropy",  # whose cases are those of loss.py
+        (
+            *("ignore_index", "reduction", "label_smoothing", "lse_square_scale"),
+            "logit_softcap",
+        ),
+    ),
 }
 
 
