@@ -16,12 +16,11 @@ constexpr int kWarps = kLossThreads / kWarpSize;
 
 // ---- weights ----
 
-// weight_of (common/softmax_math.h), in fewer instructions where the GPU converts a float to 64
-// bits at a bearable rate. The same bits: 2^(-shift - 40) fits a float whatever the exponent, so
-// that one sum, rounded down, and the conversion round as the shift does.
+// weight_of (common/softmax_math.h), in fewer instructions on GPUs that convert a float to 64 bits
+// fast, as Hopper does. The same bits: the weight in its unit is a normal float before it is
+// rounded, so that one sum, rounded down, and the conversion round as weight_of's shift does.
 __device__ __forceinline__ unsigned long long weight_at(float distance, int shift) {
-#if defined(__CUDA_ARCH__) && \
-    (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ / 100 == 9 || __CUDA_ARCH__ / 100 == 10)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   const float v = fmaxf(distance, -30.0f);  // weights of zero; so has NaN
   // 1.5 * 2^23 as in split_exp, and the exponent of the unit: the low bits are the sum's.
   const float magic = static_cast<float>(12582912 + kWeightBits - shift);
