@@ -69,11 +69,14 @@ def wrong_calls(fuselage: ModuleType) -> dict:
     }
 
 
+DEVICE_INFO = "kernel_src/common/device_info.cu"
+
+
 def sources() -> str:
     """Where the messages of loading and building stand, as one line without quotes."""
     from kernels import hf_hub, resolver
 
-    files = [REPO_DIR / "tools/builder/toolchain.py"]
+    files = [REPO_DIR / name for name in ("tools/builder/toolchain.py", DEVICE_INFO)]
     texts = [inspect.getsource(module) for module in (hf_hub, resolver)]
     return re.sub(r'"\s*f?"|\s+', " ", "\n".join([*texts, *map(Path.read_text, files)]))
 

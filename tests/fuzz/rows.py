@@ -225,6 +225,8 @@ def make(draw: Draw, name: str, written: tuple[str, ...] = (), *, ordinary: bool
         if draw.chance(0.15):
             values[modulation] = None
     regime = "normal" if ordinary else draw.regime()
+    if regime == "extreme" and options.get("eps") == 0.0:
+        options["eps"] = 1e-12  # squares that are no normal float32 are noise: docs/limits.md
     inputs = {}
     for key, value in values.items():
         if value is None:
