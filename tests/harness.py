@@ -98,7 +98,8 @@ def assert_close(
 
 def assert_same_bits(actual: Tensor, expected: Tensor, label: str) -> None:
     assert actual.dtype == expected.dtype and actual.shape == expected.shape, label
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[actual.element_size()]
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    integer = integers[actual.element_size()]
     different = actual.contiguous().view(integer) != expected.contiguous().view(integer)
     assert not different.any(), f"{label}: {different.sum().item()} of {different.numel()} differ"
 

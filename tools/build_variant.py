@@ -137,15 +137,19 @@ def find_tools(backend: str, torch: toolchain.Torch, sanitize: bool) -> tuple[To
 
 @contextmanager
 def locked(work: Path):
-    """Keeps a second build of the same variant waiting."""
+    """Keeps a second build of the same variant waiting. Gives the lock's file descriptor."""
     work.mkdir(parents=True, exist_ok=True)
     with open(work / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield file.fileno()
 
 
-def run_ninja(work: Path, units: list[Unit], jobs: int) -> bool:
-    """Compiles what changed, with ninja's progress lines; tells whether anything had."""
+def run_ninja(work: Path, units: list[Unit], jobs: int, lock: int) -> bool:
+    """Compiles what changed, with ninja's progress lines; tells whether anything had.
+
+    NOTE: ninja inherits the lock. Where this process is killed it goes on, and an object that it
+    leaves would be newer than the sources of the next build, and so never made anew.
+    """
     environment = {
         **os.environ,
         "NINJA_STATUS": "[%f/%t] ",
@@ -158,7 +162,8 @@ def run_ninja(work: Path, units: list[Unit], jobs: int) -> bool:
     )
     if plan.returncode == 0 and "no work to do" in plan.stdout:
         return False
-    if subprocess.run(command, cwd=source, env=environment).returncode != 0:
+    compiled = subprocess.run(command, cwd=source, env=environment, pass_fds=[lock])
+    if compiled.returncode != 0:
         raise BuildError("compilation failed; the compiler's messages are above")
     return True
 
@@ -187,13 +192,13 @@ def build(options: argparse.Namespace) -> Path:
     work = (options.work or output / ".work").resolve() / name
     print(f"{name}: {ops_name} ({reason}; torch {torch.version})", flush=True)
 
-    with locked(work):
+    with locked(work) as lock:
         units = compiling.plan(config, backend, tools, wanted, ops_name, shared_ptx=not options.ptx)
         library = f"{ops_name}.abi3.so"
         ninja = compiling.ninja_file(units, tools, backend, library, options.jobs)
         compiling.sync_sources(config, backend, tools, work)
         compiling.write_if_changed(work / "build.ninja", ninja.encode())
-        compiled = run_ninja(work, units, options.jobs)
+        compiled = run_ninja(work, units, options.jobs, lock)
         archs = {
             arch
             for section in config.for_backend(backend)

@@ -456,6 +456,8 @@ def check_rows_alone(kernel, draw: Draw, call: Call, outputs, grads, grad_outs, 
         alone = op.run(kernel, some, call.options)
     for name, output in alone.items():
         same_bits(output, outputs[name][part], name, kind)
+    if op.name in ADA_NORMS and alone["out"].numel() == x.shape[-1] and x.is_cuda:
+        return  # a modulation of one row counts as one of all rows: docs/limits.md
     some_grads = {name: g[part] for name, g in grad_outs.items()}
     grads_alone = run_gradients(kernel, op, some, call.options, some_grads, requires)
     for name in op.row_inputs:

