@@ -53,13 +53,13 @@ def measure(case: Case, fuselage: ModuleType, timer: Timer, device: str, names) 
         overwrites_inputs = backward and name in case.operator.overwrites_inputs
         try:
             own_sets = [(_copies(i), g) for i, g in sets] if overwrites_inputs else sets
-            on_set = on_set(case, call, own_sets, overwrites)
+            timed = on_set(case, call, own_sets, overwrites)
             ready[name] = timer.contender(
-                case, on_set, checked=not (overwrites or overwrites_inputs)
+                case, timed, checked=not (overwrites or overwrites_inputs)
             )
         except Exception as error:
             _fail(case, name, error, failures)
-        on_set = own_sets = None
+        timed = own_sets = None
     times = in_turn(ready, timer.turns)
     ready.clear()
     sets.clear()
