@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .end_to_end import measure
 from .end_to_end.cli import EXACT_LIMIT, HALF_LIMIT, relative_error
 from .end_to_end.scenarios import causal_model
+from .process_group import run_on_ranks
 from .roofline import results
 from .roofline.contenders import load_fuselage
 
@@ -176,18 +176,12 @@ def table(cases: dict[str, dict]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    on_gpus = torch.cuda.device_count() >= ranks
-    device = "cuda" if on_gpus else "cpu"
-    if not on_gpus and not options.quick:
-        print("on CPUs only --quick is feasible", file=sys.stderr)
-        return 2
-    if on_gpus:
-        torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if on_gpus else "gloo")
-    fuselage = load_fuselage(device)
-    cases = run(fuselage, device, options)
-    if rank == 0:
+
+    def body(device: str, rank: int, ranks: int) -> None:
+        fuselage = load_fuselage(device)
+        cases = run(fuselage, device, options)
+        if rank != 0:
+            return
         path = options.output or results.FOLDER / f"sequence_parallel_{results.slug(device)}.json"
         if not options.quick or options.output:
             stored = results.load(path)
@@ -196,9 +190,8 @@ def main(arguments: list[str] | None = None) -> int:
             stored["cases"] |= {name: {**origin, **record} for name, record in cases.items()}
             results.save(path, stored)
         print(table(cases), flush=True)
-    dist.barrier()  # a rank that leaves first takes its connections with it
-    dist.destroy_process_group()
-    return 0
+
+    return run_on_ranks(options.quick, body)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ program gathers the rows, normalises them whole on every rank, and keeps its col
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 
@@ -20,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from .end_to_end import measure
+from .process_group import run_on_ranks
 from .roofline.contenders import load_fuselage
 from .sequence_parallel import Received
 
@@ -113,23 +113,16 @@ def run(fuselage, device: str, options: argparse.Namespace) -> list[tuple]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    on_gpus = torch.cuda.device_count() >= ranks
-    device = "cuda" if on_gpus else "cpu"
-    if not on_gpus and not options.quick:
-        print("on CPUs only --quick is feasible", file=sys.stderr)
-        return 2
-    if on_gpus:
-        torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if on_gpus else "gloo")
-    found = run(load_fuselage(device), device, options)
-    if rank == 0:
+
+    def body(device: str, rank: int, ranks: int) -> None:
+        found = run(load_fuselage(device), device, options)
+        if rank != 0:
+            return
         print(f"| {ranks} ranks | | us | KB a rank receives |\n| --- | --- | ---: | ---: |")
         for case, way, time, bytes_in in found:
             print(f"| {case} | {way} | {time * 1e3:.0f} | {bytes_in / 1e3:.1f} |")
-    dist.barrier()  # a rank that leaves first takes its connections with it
-    dist.destroy_process_group()
-    return 0
+
+    return run_on_ranks(options.quick, body)
 
 
 if __name__ == "__main__":
