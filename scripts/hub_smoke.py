@@ -69,6 +69,10 @@ def rotated(q, cos, sin):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
+def targets_of(logits):
+    return torch.arange(len(logits), device=logits.device)
+
+
 # The family, our function, the formula, and the shapes of what both take.
 CASES = {
     "norm": (
@@ -95,6 +99,11 @@ CASES = {
         lambda k, q, cos, sin: k.apply_rotary(q, None, cos.detach(), sin.detach(), rotary_dim=64),
         rotated,
         [(2, 16, 4, 64), (16, 32), (16, 32)],
+    ),
+    "loss": (
+        lambda k, x: k.cross_entropy(x, targets_of(x), reduction="none").to(x.dtype),
+        lambda x: F.cross_entropy(x, targets_of(x), reduction="none"),
+        [(64, 1000)],
     ),
 }
 
