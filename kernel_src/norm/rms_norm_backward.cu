@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   // NOTE: off a 128-byte boundary the asynchronous copies take a fifth longer.
   extern __shared__ __align__(128) uint4 dynamic_memory[];
   __shared__ RowSumScratch<1> scratch[2];
-  if constexpr (!Stages::kBulk) {
+  if constexpr (!Stages::kBulk && std::is_same_v<T, O> && (!kClusters || Stages::kShared)) {
     if (static_cast<int>(blockIdx.x) >= row_blocks) {
       using Columns = RmsNormColumnsOp<T, O>;
       finish_columns<Columns, kAligned>(p, Columns::launch(p), blockIdx.x - row_blocks,

@@ -111,9 +111,10 @@ inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& real_device, bo
   row.vectors = most_vectors;
   while (row.vectors > 1 && block_count <= kWarpSize * row.vectors / 2) row.vectors /= 2;
   row.threads_per_row = threads_for(block_count, row.vectors);
-  // Where rows are few, the weight gradient is made by blocks of their own.
+  // Where rows are few, the weight gradient is made by blocks of their own. Rows of two types are
+  // too rare for them.
   const int64_t most_rows = row.cluster > 1 ? 1 : kBackwardThreads / row.threads_per_row;
-  if (p.grad_weight != nullptr) {
+  if (p.grad_weight != nullptr && p.x_dtype == p.out_dtype) {
     constexpr int kSteps = 8;
     policy.column_blocks = column_blocks_for(
         device,

@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(Op::kThreads, 1)
   // NOTE: off a 128-byte boundary the asynchronous copies take a fifth longer.
   extern __shared__ __align__(128) uint4 dynamic_memory[];
   __shared__ RowSumScratch<Op::kRowSums> scratch[2];
-  if constexpr (!Stages::kBulk) {
+  if constexpr (!Stages::kBulk && (!kClusters || Stages::kShared)) {
     if (static_cast<int>(blockIdx.x) >= launch.row_blocks) {
       finish_columns<Op, !Stages::kShared>(p, launch, blockIdx.x - launch.row_blocks,
                                            reinterpret_cast<float*>(dynamic_memory));

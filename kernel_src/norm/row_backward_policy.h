@@ -125,14 +125,13 @@ struct ColumnBlocksShape {
   int steps;          // that take as long as a second kernel
 };
 
-// How many there are: one of each tile of columns, or none.
+// How many there are: one of each tile of columns, or none. Rows that take a cluster have more
+// tiles than there could be blocks.
 inline int column_blocks_for(const DeviceInfo& device, const ColumnBlocksShape& shape) {
   const int64_t tiles =
       ceil_div(shape.dim, int64_t{kRowBackwardTile} * shape.vector_size) * shape.groups;
-  if (tiles > device.multiprocessors / 2) return 0;
-  const int64_t count = ceil_div(tiles, shape.cluster) * shape.cluster;
-  const int64_t row_blocks =
-      std::max<int64_t>(1, (device.multiprocessors - count) / shape.cluster / shape.groups);
+  if (shape.cluster > 1 || tiles > device.multiprocessors / 2) return 0;
+  const int64_t row_blocks = std::max<int64_t>(1, (device.multiprocessors - tiles) / shape.groups);
   const int64_t rows =
       std::clamp(std::max(ceil_div(shape.group_rows, row_blocks),
                           least_rows_beside_columns(shape.group_rows, shape.threads_per_row)),
@@ -140,7 +139,7 @@ inline int column_blocks_for(const DeviceInfo& device, const ColumnBlocksShape& 
   const int64_t lanes = std::max<int64_t>(1, rows * shape.threads_per_row / kRowBackwardTile);
   const int64_t steps = ceil_div(shape.group_rows, lanes) * (shape.aligned ? 1 : 2);
   const int64_t turns = ceil_div(shape.group_rows, rows * row_blocks);
-  return steps <= shape.steps + 4 * (turns - 1) ? static_cast<int>(count) : 0;
+  return steps <= shape.steps + 4 * (turns - 1) ? static_cast<int>(tiles) : 0;
 }
 
 // Shared memory for the sums of each thread.

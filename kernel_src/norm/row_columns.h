@@ -92,7 +92,6 @@ __device__ __forceinline__ void finish_columns(const typename Op::Params& p,
   using Finish = std::decay_t<decltype(finish)>;
   const int tiles = (static_cast<int>(launch.dim) + kTile - 1) / kTile;
   const int group = block / tiles;
-  if (group >= launch.groups) return;  // a cluster has blocks more than there are tiles
   const int64_t begin = group * launch.group_rows;
   add_columns<Op, kAligned>(p, launch, int64_t{block - group * tiles} * kTile, begin,
                             begin + launch.group_rows, memory,
