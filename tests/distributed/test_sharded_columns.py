@@ -29,6 +29,10 @@ SHARDED = (
     *("rms_norm", "fused_add_rms_norm", "layer_norm", "fused_add_layer_norm"),
     *("poly_norm", "fused_mul_poly_norm"),
 )
+# Minutes of Gloo on two cores: `make test-all` and CI run them. The kernels' own tests are quick
+# (tests/norm/test_shard_norm.py).
+pytestmark = pytest.mark.slow
+
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 COLUMNS = Shard(2)
 # Columns of 4 ranks: even; uneven; and 2, 2, 1 and none.
