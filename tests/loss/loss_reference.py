@@ -57,9 +57,9 @@ def log_probs(
     # Of a probability of zero nothing is added, and nothing comes back.
     terms = torch.where(every > -torch.inf, every.exp() * every.clamp(min=-1e4), 0.0)
     found, entropy = every.gather(-1, index)[..., 0], -terms.sum(-1)
-    greatest = x.gather(-1, index)[..., 0] == x.amax(-1)
+    largest = x.gather(-1, index)[..., 0] == x.amax(-1)
     # NOTE: PyTorch's gradient of logsumexp is e^(z - its result), which may be rounded to z.
     top = z.detach().amax(-1, keepdim=True)
     top = torch.where(top.isfinite(), top, 0.0)
     of_rows = (found, entropy, torch.logsumexp(z - top, -1) + top[..., 0])
-    return (*(torch.where(counted, t, 0.0) for t in of_rows), greatest & counted)
+    return (*(torch.where(counted, t, 0.0) for t in of_rows), largest & counted)

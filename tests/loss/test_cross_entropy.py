@@ -376,6 +376,24 @@ def test_bad_input(fuselage, device, number):
     assert f"fuselage::cross_entropy: {message}" in str(error.value)
 
 
+def check_compiled(call, arguments) -> None:
+    """One graph for all `arguments`, of which the first are logits, with the bits of eager mode."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    first = None
+    for logits, *others in arguments:
+        results = []
+        for function in (call, compiled):
+            leaf = logits.clone().requires_grad_()
+            loss = function(leaf, *others)
+            results.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
+        for eager, other in zip(*results, strict=True):
+            assert_same_bits(other, eager, f"{len(logits)} rows")
+        first = counter.frame_count if first is None else first
+        assert counter.frame_count == first > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_without_recompiles(fuselage, device, dtype):
     def call(x, targets, weights):
@@ -384,22 +402,13 @@ def test_compiled_without_recompiles(fuselage, device, dtype):
         )
         return losses.sum() + fuselage.cross_entropy(x * 2, targets)
 
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
-    first = None
-    for rows in (4, 7, 30, 129):
-        logits, targets = make(device, (rows, 100), dtype)
-        weights = torch.rand(rows, device=device)
-        results = []
-        for function in (call, compiled):
-            leaf = logits.clone().requires_grad_()
-            loss = function(leaf, targets, weights)
-            results.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
-        for eager, other in zip(*results, strict=True):
-            assert_same_bits(other, eager, f"{rows} rows")
-        first = counter.frame_count if first is None else first
-        assert counter.frame_count == first > 0
+    check_compiled(
+        call,
+        (
+            (*make(device, (rows, 100), dtype), torch.rand(rows, device=device))
+            for rows in (4, 7, 30, 129)
+        ),
+    )
 
 
 @pytest.mark.kernels_ci

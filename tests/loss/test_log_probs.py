@@ -8,9 +8,8 @@ import loss_reference as reference
 import pytest
 import torch
 from harness import assert_same_bits, each_dtype, normal
-from test_cross_entropy import SPECIAL, VOCABULARIES, close, layouts, make
+from test_cross_entropy import SPECIAL, VOCABULARIES, check_compiled, close, layouts, make
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 ASKED = {"return_entropy": True, "return_log_sum_exp": True, "return_is_greatest": True}
 STYLES = {
@@ -217,21 +216,7 @@ def test_compiled_without_recompiles(fuselage, device):
         found = fuselage.log_probs(x * 2, targets, temperature=0.7, return_entropy=True)
         return found.log_probs.sum() + 0.1 * found.entropy.sum()
 
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
-    first = None
-    for rows in (4, 7, 30):
-        logits, targets = make(device, (rows, 100), torch.bfloat16)
-        results = []
-        for function in (call, compiled):
-            leaf = logits.clone().requires_grad_()
-            loss = function(leaf, targets)
-            results.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
-        for eager, other in zip(*results, strict=True):
-            assert_same_bits(other, eager, f"{rows} rows")
-        first = counter.frame_count if first is None else first
-        assert counter.frame_count == first > 0
+    check_compiled(call, (make(device, (rows, 100), torch.bfloat16) for rows in (4, 7, 30)))
 
 
 @pytest.mark.kernels_ci
