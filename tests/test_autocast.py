@@ -101,6 +101,19 @@ def assert_same(actual: tuple[list, list], expected: tuple[list, list]) -> None:
             assert_same_bits(a, e, f"{kind} {index}")
 
 
+def assert_same_but_order(name: str, call: dict, actual, expected) -> None:
+    """As assert_same. On a GPU the gradients of parameters may be added up in another order, where
+    rows of two dtypes have another kernel than rows of one."""
+    assert_same((actual[0], []), (expected[0], []))
+    given = [n for n, t in call.items() if is_differentiable(name, t)]
+    for argument, a, e in zip(given, actual[1], expected[1], strict=False):
+        if argument in ROWS:
+            assert_same_bits(a, e, f"gradient of {argument}")
+        else:
+            rtol = 2 * torch.finfo(a.dtype).eps
+            torch.testing.assert_close(a, e, rtol=rtol, atol=1e-5, msg=f"gradient of {argument}")
+
+
 def rounds_its_sum(name: str, call: dict, device: str) -> bool:
     """On a GPU the sum of half inputs stays half, and only its norm is float32."""
     return device == "cuda" and name in SUMS and widest_of_rows(call) != torch.float32
@@ -119,7 +132,11 @@ def test_mixed_dtypes(fuselage, device, name, mixture, training):
         (out, new_residual), _ = actual
         assert out.dtype == torch.float32 and new_residual.dtype == widest_of_rows(call)
     else:
-        assert_same(actual, expected_of(function, name, call, device, training))
+        expected = expected_of(function, name, call, device, training)
+        if name in NORMS and device == "cuda":
+            assert_same_but_order(name, call, actual, expected)
+        else:
+            assert_same(actual, expected)
 
 
 @each_function
