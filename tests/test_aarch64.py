@@ -81,6 +81,7 @@ def run(probe: Path, name: str, shape, given: list, results: dict) -> dict[str, 
 @pytest.mark.parametrize(
     "op", (FUSED_ADD_RMS_NORM, LAYER_NORM, SWIGLU, POLY_NORM), ids=lambda op: op.name
 )
+@pytest.mark.slow
 def test_values_and_gradients(probe, op, dtype, dim):
     inputs = op.inputs((ROWS, dim), dtype, "cpu")
     options = {} if op is SWIGLU else {"eps": EPS}

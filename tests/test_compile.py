@@ -38,6 +38,7 @@ def fresh_compiler():
 
 
 @each_operator(SAMPLED, in_ci=IN_CI)
+@pytest.mark.slow
 def test_opcheck(fuselage, device, op):
     for overload, arguments in op.samples(fuselage, device):
         results = torch.library.opcheck(overload, arguments)
@@ -145,6 +146,7 @@ def test_compile_with_neighbours_and_some_gradients(fuselage, device, op):
 
 
 @each_operator(OPERATORS)
+@pytest.mark.slow
 def test_compile_with_another_dim_and_dtype(fuselage, device, op):
     """Recompiling for these is fine, being wrong is not."""
     for dtype in (torch.float32, torch.bfloat16):

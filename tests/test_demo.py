@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from conftest import REPO_DIR
 
 DEMO = REPO_DIR / "examples/demo.py"
 
 
+@pytest.mark.slow
 def test_the_demo_passes_and_prints_its_table(fuselage):
     result = subprocess.run(
         [sys.executable, DEMO], capture_output=True, text=True, timeout=60, cwd="/"
@@ -33,6 +35,7 @@ demo.main()
 """
 
 
+@pytest.mark.slow
 def test_the_demo_fails_where_the_norms_are_wrong(fuselage):
     command = [sys.executable, "-c", BROKEN, DEMO.parent]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")

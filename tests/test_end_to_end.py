@@ -27,6 +27,7 @@ def main(fuselage, monkeypatch):
     return cli.main
 
 
+@pytest.mark.slow
 def test_it_verifies_times_and_writes(main, tmp_path, capsys):
     names = ["llama-prefill", "llama-decode", "llama-training"]
     names += ["ltx-video"] if find_spec("diffusers") else []
@@ -87,6 +88,7 @@ class Smaller:
 
 
 @pytest.mark.parametrize("right", [True, False])
+@pytest.mark.slow
 def test_full_size_is_verified_in_float32(main, scenarios, fuselage, monkeypatch, capsys, right):
     """Layers in bfloat16 are farther apart than the strict limit, though nothing is wrong."""
     from benchmarks.end_to_end import cli
@@ -111,6 +113,7 @@ def test_full_size_is_verified_in_float32(main, scenarios, fuselage, monkeypatch
     assert ("FAILED: not timed" in capsys.readouterr().out) == (not right)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_when_compiled_is_left_out(main, scenarios, fuselage, capsys):
     from benchmarks.end_to_end import cli
 
@@ -171,6 +174,7 @@ def test_the_breakdown_counts_no_kernel_twice(main, monkeypatch):
     assert found["matmul"] == 2 and sum(found.values()) == 2
 
 
+@pytest.mark.slow
 def test_a_column_that_runs_out_of_memory_ends_no_other(main, monkeypatch, tmp_path, capsys):
     from benchmarks.end_to_end import measure
 

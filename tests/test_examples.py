@@ -27,6 +27,7 @@ def test_lora_mlp(fuselage):
     assert [line.split()[0] for line in output.splitlines()[2:]] == ["eager", "fuselage"]
 
 
+@pytest.mark.slow
 def test_dlrm(fuselage, tmp_path):
     sizes = ["--batch", "64", "--width", "32", "--dim", "8", "--categories", "50", "--steps", "20"]
     output = run("dlrm.py", *sizes, "--rows", "200", cwd=tmp_path)
@@ -45,6 +46,7 @@ def test_transformers_llama(fuselage):
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.10."), reason="parallelize_llama refuses it")
+@pytest.mark.slow
 def test_train_sequence_parallel(fuselage):
     pytest.importorskip("transformers")
     sizes = ["--layers", "2", "--hidden", "64", "--tokens", "16", "--vocab", "100", "--steps", "3"]
@@ -74,6 +76,7 @@ example.main()
 """
 
 
+@pytest.mark.slow
 def test_the_plain_llama_is_timed_before_kernelize_changes_it(fuselage):
     """Which replaces the rotary embedding of all Llamas at once."""
     pytest.importorskip("transformers")
@@ -85,6 +88,7 @@ def test_the_plain_llama_is_timed_before_kernelize_changes_it(fuselage):
     assert timings == ["timing eager plain", "timing fuselage kernelized"]
 
 
+@pytest.mark.slow
 def test_diffusers_ltx_video(fuselage):
     pytest.importorskip("diffusers")
     output = run("diffusers_ltx_video.py", "--layers", "2", "--steps", "2", "--no-compile")
@@ -119,6 +123,7 @@ example.main()
 """
 
 
+@pytest.mark.slow
 def test_they_fail_where_the_operators_are_wrong(fuselage, tmp_path):
     for name, options in (
         ("lora_mlp", ["--tokens", "32", "--dim", "64", "--repeats", "1", "--no-compile"]),
@@ -144,6 +149,7 @@ example.main()
 """
 
 
+@pytest.mark.slow
 def test_a_model_fails_where_the_norms_are_wrong(fuselage):
     pytest.importorskip("transformers")
     # Through kernelize.

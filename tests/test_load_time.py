@@ -52,6 +52,7 @@ def test_integrations_are_imported_when_they_are_asked_for():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_benchmark_writes_its_result(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(REPO_DIR)
     from benchmarks import load_time

@@ -611,6 +611,7 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("program", [LOADS, COMPILES], ids=["no_dtensors", "compiled_first"])
+@pytest.mark.slow
 def test_a_fresh_process(program):
     """Without DTensors it loads no rules."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}

@@ -49,6 +49,7 @@ def fuzz(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_crash_names_its_call_and_the_next_one_runs():
     result = fuzz("--ops", "silu,gelu", "--cases", "2", "--wrap", "fuzz.planted:crash")
     assert result.returncode == 1, result.stdout + result.stderr
@@ -56,6 +57,7 @@ def test_a_crash_names_its_call_and_the_next_one_runs():
     assert "2 cases, 1 failures" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_hang_names_its_call():
     options = ("--timeout", "1", "--wrap", "fuzz.planted:hang")
     result = fuzz("--replay", "silu 3", *options)

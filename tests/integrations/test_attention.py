@@ -62,6 +62,7 @@ CAUSAL, MASKED, OPEN = (True, False), (False, True), (False, False)
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_a_compiled_model_makes_no_mask(integration, name, training):
     """As a training step has no cache: nothing tells the plain model that nothing is packed."""
     plain = build(name)
@@ -108,6 +109,7 @@ def test_sizes_may_change(integration):
     assert seen == [CAUSAL] * 2
 
 
+@pytest.mark.slow
 def test_a_cache_that_grows(integration):
     """The prompt makes it, and each token after it attends to all of it."""
     plain = build("Llama")
@@ -128,6 +130,7 @@ def test_a_cache_that_grows(integration):
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+@pytest.mark.slow
 def test_a_static_cache(integration, name):
     """Where it begins is a tensor, once it has memory: its value is not known."""
     from transformers import StaticCache
@@ -145,6 +148,7 @@ def test_a_static_cache(integration, name):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("side", ["left", None])
+@pytest.mark.slow
 def test_generation(integration, cache, side):
     plain = build("Qwen3")
     model = patched(integration, plain)

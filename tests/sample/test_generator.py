@@ -124,6 +124,7 @@ assert kernel.gumbel_sample(torch.empty(4, 100, device="meta")).shape == (4, 1)
 
 
 @pytest.mark.parametrize("mode", FIRST)
+@pytest.mark.slow
 def test_no_mode_of_the_first_call_spoils_the_next(fuselage, device, mode):
     given = {"repo": REPO_ID, "version": VERSION, "backend": kernel_backend(), "device": device}
     script = MODES.format(**given, first=FIRST[mode])
