@@ -148,19 +148,35 @@ def run(fuselage, device: str, options: argparse.Namespace) -> dict[str, dict]:
                 "peak_gib": measure.peak_memory(calls[name][case], device),
                 "received": dict(received.found),
             }
-        cases[f"{case}, {dist.get_world_size()} ranks"] = {
+        cases[case_name(case, tokens, dist.get_world_size())] = {
             "title": f"{title}: {case} of 1x{tokens} tokens",
             "notes": notes,
+            "case": case,
+            "tokens": tokens,
+            "ranks": dist.get_world_size(),
             "error": error,
             "columns": columns,
         }
     return cases
 
 
+def case_name(case: str, tokens: int, ranks: int) -> str:
+    return f"{case} of {tokens} tokens, {ranks} rank{'s' if ranks > 1 else ''}"
+
+
+def scaling(cases: dict[str, dict], record: dict, column: str) -> str:
+    """How much faster than one rank, where that was measured."""
+    alone = cases.get(case_name(record["case"], record["tokens"], 1))
+    if alone is None or record["ranks"] == 1:
+        return "-"
+    times = [r["columns"][column]["milliseconds"]["median"] for r in (alone, record)]
+    return f"{times[0] / times[1]:.2f}x"
+
+
 def table(cases: dict[str, dict]) -> str:
     """In Markdown."""
-    lines = ["| | ms | over the plan alone | peak GiB | collectives | MB a rank receives |"]
-    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
+    head = ("", "ms", "over the plan alone", "over one rank", "peak GiB", "collectives")
+    lines = [f"| {' | '.join(head)} | MB a rank receives |", "| --- |" + " ---: |" * len(head)]
     for case, record in cases.items():
         alone = record["columns"]["plan"]["milliseconds"]["median"]
         for name, column in record["columns"].items():
@@ -168,7 +184,8 @@ def table(cases: dict[str, dict]) -> str:
             counted = column["received"].values()
             lines.append(
                 f"| {case}: {name} | {time:.1f} | {alone / time:.2f}x | "
-                f"{'-' if peak is None else f'{peak:.1f}'} | {sum(c['calls'] for c in counted)} | "
+                f"{scaling(cases, record, name)} | {'-' if peak is None else f'{peak:.1f}'} | "
+                f"{sum(c['calls'] for c in counted)} | "
                 f"{sum(c['bytes'] for c in counted) / 1e6:.1f} |"
             )
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""Writes the tables of docs/benchmarks.md, docs/tuning.md and benchmarks/results/README.md.
+"""Writes the tables of docs/benchmarks.md, docs/distributed.md, docs/tuning.md and
+benchmarks/results/README.md.
 
 python -m benchmarks.roofline.tables            # rewrite them, between their markers
 python -m benchmarks.roofline.tables --check    # exit with 1 if they would change
@@ -65,6 +66,19 @@ def _of_models(write: Callable[[dict], str]) -> str:
     for stored in map(results.load, results.stored_models()):
         cases = stored["cases"]
         parts += [_title(stored, list(cases.values())), write(cases)]
+    return "\n\n".join(parts)
+
+
+def sequence_parallel() -> str:
+    """Markdown for every device: models on several GPUs."""
+    from ..sequence_parallel import table
+
+    parts = []
+    for path in sorted(results.FOLDER.glob("sequence_parallel_*.json")):
+        stored = results.load(path)
+        records = list(stored["cases"].values())
+        shapes = {", ".join([r["title"].partition(":")[0], *r["notes"]]) for r in records}
+        parts += [_title(stored, records), *sorted(shapes), table(stored["cases"])]
     return "\n\n".join(parts)
 
 
@@ -191,6 +205,7 @@ def tuning(folder: Path = REPO / "torch-ext/fuselage/tuning") -> str:
 # The tables of each page, by the name in their markers.
 PAGES = {
     REPO / "docs/tuning.md": {"tuning": tuning},
+    REPO / "docs/distributed.md": {"sequence_parallel": sequence_parallel},
     REPO / "docs/benchmarks.md": {"results": summary, "models": model_summary},
     results.FOLDER / "README.md": {"results": details, "models": model_details},
 }

@@ -39,15 +39,15 @@ def test_it_verifies_times_and_writes(fuselage, tmp_path):
     cases = json.loads(path.read_text())["cases"]
     decodes = tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 13)
     names = ("training step", "prefill", "decode")[: 2 + decodes]
-    assert list(cases) == [f"{name}, 2 ranks" for name in names]
+    assert list(cases) == [f"{name} of 64 tokens, 2 ranks" for name in names]
     for case in cases.values():
         assert case["error"] <= 1e-4 and case["kernel"]
         plan, ours = case["columns"].values()
         # A draw from the head in shards needs no logits of other ranks.
-        assert (ours["received"] == plan["received"]) == (case is not cases.get("decode, 2 ranks"))
+        assert (ours["received"] == plan["received"]) == (case["case"] != "decode")
         assert ours["received"]
         assert plan["milliseconds"]["median"] > 0 and ours["milliseconds"]["median"] > 0
-    assert "training step, 2 ranks: plan + fuselage" in printed
+    assert "training step of 64 tokens, 2 ranks: plan + fuselage" in printed
 
 
 def test_sharded_columns(fuselage):
