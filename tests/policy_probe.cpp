@@ -629,12 +629,15 @@ void loss(const DeviceInfo& device, Report& report) {
                      {{p.in.logits, one ? 0 : stride, vocab, size},
                       {p.grad_logits, one ? 0 : vocab, vocab, size}});
 
-      const LossPolicy row = loss_policy(vocab, vector);
+      const LossPolicy row = loss_policy(device, vocab, vector);
       const bool is_narrow = row.threads * row.rows_per_block == kNarrowThreads;
       expect_legal_rows(report, device,
-                        {ceil_div(rows, row.rows_per_block), 1, row.threads,
-                         row.threads <= kWarpSize ? 1 : row.rows_per_block, kKB, 1},
+                        {ceil_div(rows, row.rows_per_block) * row.cluster, 1, row.threads,
+                         row.threads <= kWarpSize ? 1 : row.rows_per_block, kKB, row.cluster},
                         kLossThreads);
+      report.expect(int64_t{row.part} * row.cluster >= vocab && row.part % vector == 0,
+                    "logits without a block");
+      report.expect(row.cluster == 1 || row.threads > kWarpSize, "a cluster of warps");
       report.expect(row.vectors > 1 ? row.rows_per_block == 1 && row.threads % kWarpSize == 0
                                     : is_narrow && row.threads * vector >= vocab,
                     "rows of a warp");

@@ -1,9 +1,9 @@
 // cross_entropy on the GPU, and the backward of the family: formulas in loss/cross_entropy.h.
 //
 // The forward reads a row once. A thread keeps the maximum of its logits, and the sum of e^(logit -
-// maximum); a larger maximum scales the sum. The threads of a row are a part of a warp, a warp or a
-// block (loss/cross_entropy_policy.h). Exponentials are those of the hardware. A second kernel, of
-// one block, adds up the rows' losses in float64.
+// maximum); a larger maximum scales the sum. The threads of a row are a part of a warp, a warp, a
+// block or a cluster (loss/cross_entropy_policy.h). Exponentials are those of the hardware. A second
+// kernel, of one block, adds up the rows' losses in float64.
 //
 // The backward reads a row again, and writes its gradient, each element by itself.
 
@@ -37,18 +37,17 @@ __device__ __forceinline__ RunningSums warp_join(RunningSums sums, int width) {
   return sums;
 }
 
+// Of a part of a row: `size` logits from `data` on, none where size <= 0.
 template <typename T, int kVectors, bool kAligned>
-__device__ __forceinline__ RunningSums read_row(const CrossEntropyForward& p, int64_t row,
-                                                bool is_read) {
+__device__ __forceinline__ RunningSums read_part(const CrossEntropyForward& p, const T* data,
+                                                 int size) {
   using Columns = LossColumns<T, kVectors>;
   constexpr int N = Columns::N;
   const Columns columns;
-  const int vocab = static_cast<int>(p.in.vocab);
-  const T* data = row_of<T>(p.in, is_read ? row : 0);
   RunningSums sums = RunningSums::none();
   int column = columns.first;
-  for (int first = 0; first < vocab; first += columns.step, column += columns.step) {
-    const int left = is_read ? vocab - column : -N;
+  for (int first = 0; first < size; first += columns.step, column += columns.step) {
+    const int left = size - column;
     RowLoading<T, kVectors, kAligned> loading;
     loading.start(data + column, left);
     float values[kVectors][N];
@@ -97,25 +96,40 @@ __device__ __forceinline__ void write_nothing(const CrossEntropyForward& p, int6
 
 template <typename T, int kVectors, bool kAligned>
 __global__ void __launch_bounds__(kLossThreads, kAligned ? 3 : 2)
-    forward_kernel(const CrossEntropyForward p) {
-  __shared__ RunningSums of_warps[kWarpSize];
-  const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-  const bool is_read = is_counted(p.in, row);
-  if (kVectors > 1 && !is_read) {
-    if (threadIdx.x == 0) write_nothing(p, row);
+    forward_kernel(const CrossEntropyForward p, const int cluster, const int part) {
+  __shared__ RunningSums of_warps[kWarpSize], of_block;
+  const int64_t row =
+      int64_t{blockIdx.x / static_cast<unsigned>(cluster)} * blockDim.y + threadIdx.y;
+  const int rank = cluster == 1 ? 0 : cluster_rank();
+  const bool is_read = is_counted(p.in, row), is_first = rank == 0 && threadIdx.x == 0;
+  if (kVectors > 1 && !is_read) {  // all threads of a cluster
+    if (is_first) write_nothing(p, row);
     return;
   }
-  RunningSums sums = read_row<T, kVectors, kAligned>(p, row, is_read);
+  const int64_t begin = int64_t{rank} * part;
+  const int size = is_read ? static_cast<int>(min(p.in.vocab - begin, int64_t{part})) : 0;
+  RunningSums sums =
+      read_part<T, kVectors, kAligned>(p, row_of<T>(p.in, is_read ? row : 0) + begin, size);
   sums = warp_join(sums, lanes_of_row<kVectors>());
   if (kVectors > 1 && blockDim.x > kWarpSize) {
-    if (threadIdx.x % kWarpSize == 0) of_warps[threadIdx.x / kWarpSize] = sums;
+    const int lane = threadIdx.x % kWarpSize;
+    if (lane == 0) of_warps[threadIdx.x / kWarpSize] = sums;
     __syncthreads();
-    if (threadIdx.x >= kWarpSize) return;
     sums = RunningSums::none();
     if (threadIdx.x < blockDim.x / kWarpSize) sums = of_warps[threadIdx.x];
-    sums = warp_join(sums, kWarpSize);
+    if (threadIdx.x < kWarpSize) sums = warp_join(sums, kWarpSize);
+    if (cluster > 1) {
+      if (threadIdx.x == 0) of_block = sums;
+      cluster_sync();
+      if (rank == 0 && threadIdx.x < kWarpSize) {
+        sums = RunningSums::none();
+        if (lane < cluster) sums = *map_shared_rank(&of_block, lane);
+        sums = warp_join(sums, kWarpSize);
+      }
+      cluster_sync();  // NOTE: a block whose memory is read must not end.
+    }
   }
-  if (threadIdx.x != 0 || row >= p.in.rows) return;
+  if (!is_first || row >= p.in.rows) return;
   if (is_read) {
     write_loss(p, row, sums);
   } else {
@@ -203,15 +217,27 @@ struct GradientRow {
   __device__ __forceinline__ void differentiate(float (&x)[N], int column,
                                                 float (&grads)[N]) const {
     finish_logits(x, N, softcap, 0.0f);
+    float log2_probs[N];
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      const float log2_prob = (x[k] - statistics.max) * scale - shift;
-      // NOTE: the bound is for probabilities of zero, whose logarithms are not finite.
-      grads[k] = exp2_approximate(log2_prob) * (f.of_prob + f.of_log2 * fmaxf(log2_prob, -200.0f));
-      grads[k] -= f.offset;
-      if (k == f.target - column) grads[k] -= f.of_target;
-      grads[k] *= inv_temperature;
+      log2_probs[k] = (x[k] - statistics.max) * scale - shift;
+      grads[k] = f.of_prob;
     }
+    if (f.of_log2 != 0.0f) {
+      // NOTE: the bound is for probabilities of zero, whose logarithms are not finite.
+#pragma unroll
+      for (int k = 0; k < N; ++k) grads[k] += f.of_log2 * fmaxf(log2_probs[k], -200.0f);
+    }
+#pragma unroll
+    for (int k = 0; k < N; ++k) grads[k] = exp2_approximate(log2_probs[k]) * grads[k] - f.offset;
+    // NOTE: one branch. With one for each element, exponentials wait for each other.
+    const unsigned target = static_cast<unsigned>(f.target - column);
+    if (target < N) {
+#pragma unroll
+      for (unsigned k = 0; k < N; ++k) grads[k] -= k == target ? f.of_target : 0.0f;
+    }
+#pragma unroll
+    for (int k = 0; k < N; ++k) grads[k] *= inv_temperature;
     if (softcap == 0.0f) return;
 #pragma unroll
     for (int k = 0; k < N; ++k) {
@@ -268,14 +294,16 @@ template <typename T>
 constexpr int kVectorSize = 16 / static_cast<int>(sizeof(T));
 
 template <typename T>
-gpuError launch_forward(const CrossEntropyForward& p, gpuStream stream) {
-  const LossPolicy policy = loss_policy(p.in.vocab, kVectorSize<T>);
-  const dim3 grid(static_cast<unsigned>(ceil_div(p.in.rows, policy.rows_per_block)));
+gpuError launch_forward(const CrossEntropyForward& p, const DeviceInfo& device, gpuStream stream) {
+  const LossPolicy policy = loss_policy(device, p.in.vocab, kVectorSize<T>);
+  const int64_t blocks = ceil_div(p.in.rows, policy.rows_per_block) * policy.cluster;
+  if (blocks > kMaxLossBlocks) return gpuErrorInvalidValue;
+  const dim3 grid(static_cast<unsigned>(blocks));
   const dim3 block(policy.threads, policy.rows_per_block);
   const auto kernel = policy.vectors == 1 ? &forward_kernel<T, 1, false>
                       : is_aligned(p.in)  ? &forward_kernel<T, kLossVectors, true>
                                           : &forward_kernel<T, kLossVectors, false>;
-  return gpu_launch(kernel, grid, block, 0, 1, stream, p);
+  return gpu_launch(kernel, grid, block, 0, policy.cluster, stream, p, policy.cluster, policy.part);
 }
 
 template <typename T>
@@ -295,13 +323,13 @@ constexpr const char* kTooManyRows = "`logits` has too many rows for one launch"
 
 namespace gpu {
 
-const char* cross_entropy_forward(const CrossEntropyForward& p, int, void* raw_stream) {
+const char* cross_entropy_forward(const CrossEntropyForward& p, int device, void* raw_stream) {
   const gpuStream stream = static_cast<gpuStream>(raw_stream);
   if (p.in.rows > kMaxLossBlocks) return kTooManyRows;
   gpuError error = gpuSuccess;
   if (p.in.rows > 0) {
     error = dispatch_size(p.in.dtype, [&](auto tag) {
-      return launch_forward<typename decltype(tag)::type>(p, stream);
+      return launch_forward<typename decltype(tag)::type>(p, device_info(device), stream);
     });
   }
   if (error != gpuSuccess || p.reduction == Reduction::none) return message_of(error);
