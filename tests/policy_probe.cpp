@@ -233,8 +233,10 @@ void rms_norm_forward(const DeviceInfo& device, Report& report) {
 
 // Blocks that sum columns, where there are any: threads, and shared memory as the kernel uses it.
 void expect_column_blocks(Report& report, const DeviceInfo& device, int blocks, int sums,
-                          const RowPolicy& row, int vector_size, int shared_bytes) {
+                          const RowPolicy& row, int vector_size, int shared_bytes,
+                          int64_t elements) {
   const int threads = row.threads_per_row * row.rows_per_block;
+  report.expect(blocks == 0 || elements <= int64_t{1} << 21, "blocks of columns for many rows");
   report.expect(blocks == 0 || (threads >= kRowBackwardTile && blocks < device.multiprocessors &&
                                 shared_bytes >= sums * threads * vector_size * 4),
                 "blocks of columns");
@@ -272,7 +274,7 @@ void rms_norm_backward(const DeviceInfo& device, Report& report) {
             !policy.bulk || (aligned && device.has_bulk_copy && policy.column_blocks == 0),
             "bulk copies");
         expect_column_blocks(report, device, policy.column_blocks, 1, row, 16 / size,
-                             policy.shared_bytes);
+                             policy.shared_bytes, rows * dim);
         report.expect(policy.stages >= (aligned ? 1 : 2) && policy.stages <= kMaxStages, "stages");
         const int64_t held = int64_t{row.cluster} * row.threads_per_row * row.vectors * (16 / size);
         report.expect(held >= dim && row.vectors * (16 / size) <= kBackwardColumns,
@@ -346,7 +348,7 @@ void expect_row_backward(Report& report, const DeviceInfo& device, const RowBack
                     policy.shared_bytes >= factors + policy.stages * columns * element_bytes,
                 "no room for the factors");
   expect_column_blocks(report, device, policy.column_blocks, shape.column_sums, row, vector_size,
-                       policy.shared_bytes);
+                       policy.shared_bytes, shape.groups * shape.group_rows * shape.dim);
 }
 
 void ada_norm_backward(const DeviceInfo& device, Report& report) {
@@ -629,15 +631,18 @@ void loss(const DeviceInfo& device, Report& report) {
                      {{p.in.logits, one ? 0 : stride, vocab, size},
                       {p.grad_logits, one ? 0 : vocab, vocab, size}});
 
-      const LossPolicy row = loss_policy(device, vocab, vector);
+      const LossPolicy row = loss_policy(vocab, vector);
+      const int cluster = loss_cluster(device, rows, row), warps = row.threads / kWarpSize;
       const bool is_narrow = row.threads * row.rows_per_block == kNarrowThreads;
       expect_legal_rows(report, device,
-                        {ceil_div(rows, row.rows_per_block) * row.cluster, 1, row.threads,
-                         row.threads <= kWarpSize ? 1 : row.rows_per_block, kKB, row.cluster},
+                        {ceil_div(rows, row.rows_per_block) * cluster, 1, row.threads,
+                         row.threads <= kWarpSize ? 1 : row.rows_per_block, 4 * kKB, cluster},
                         kLossThreads);
-      report.expect(int64_t{row.part} * row.cluster >= vocab && row.part % vector == 0,
+      report.expect(int64_t{row.part} * row.parts >= vocab && row.part % vector == 0,
                     "logits without a block");
-      report.expect(row.cluster == 1 || row.threads > kWarpSize, "a cluster of warps");
+      report.expect(row.parts == 1 || (row.parts <= kLossMostParts && warps >= row.parts &&
+                                       (cluster == 1 || cluster == row.parts)),
+                    "a part without a warp that joins its sums");
       report.expect(row.vectors > 1 ? row.rows_per_block == 1 && row.threads % kWarpSize == 0
                                     : is_narrow && row.threads * vector >= vocab,
                     "rows of a warp");

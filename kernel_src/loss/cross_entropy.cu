@@ -94,40 +94,56 @@ __device__ __forceinline__ void write_nothing(const CrossEntropyForward& p, int6
   if (p.statistics != nullptr) p.statistics[row] = {0.0f, 0.0f};
 }
 
+// The sums of a row of the block or cluster, in thread 0 of the first block.
+template <typename T, int kVectors, bool kAligned>
+__device__ __forceinline__ RunningSums read_row(const CrossEntropyForward& p, const T* data,
+                                                const LossPolicy& policy, int cluster, int rank) {
+  __shared__ RunningSums of_warps[kLossMostParts][kLossThreads / kWarpSize];
+  __shared__ RunningSums of_parts[kLossMostParts];
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int warps = blockDim.x / kWarpSize;
+#pragma unroll 1
+  for (int i = rank; i < policy.parts; i += cluster) {
+    const int64_t begin = int64_t{i} * policy.part;
+    const int size = static_cast<int>(min(p.in.vocab - begin, int64_t{policy.part}));
+    const RunningSums sums =
+        warp_join(read_part<T, kVectors, kAligned>(p, data + begin, size), kWarpSize);
+    if (warps == 1) return sums;
+    if (lane == 0) of_warps[i][warp] = sums;
+  }
+  __syncthreads();
+  const int own = rank + warp * cluster;  // a warp joins the sums of a part
+  if (own < policy.parts) {
+    RunningSums sums = RunningSums::none();
+    if (lane < warps) sums = of_warps[own][lane];
+    sums = warp_join(sums, kWarpSize);
+    if (lane == 0) of_parts[own] = sums;
+  }
+  cluster > 1 ? cluster_sync() : __syncthreads();
+  RunningSums sums = RunningSums::none();
+  if (rank == 0 && warp == 0) {
+    if (lane < policy.parts)
+      sums = cluster > 1 ? *map_shared_rank(&of_parts[lane], lane % cluster) : of_parts[lane];
+    sums = warp_join(sums, kWarpSize);
+  }
+  if (cluster > 1) cluster_sync();  // NOTE: a block whose memory is read must not end.
+  return sums;
+}
+
 template <typename T, int kVectors, bool kAligned>
 __global__ void __launch_bounds__(kLossThreads, kAligned ? 3 : 2)
-    forward_kernel(const CrossEntropyForward p, const int cluster, const int part) {
-  __shared__ RunningSums of_warps[kWarpSize], of_block;
+    forward_kernel(const CrossEntropyForward p, const LossPolicy policy, const int cluster) {
   const int64_t row =
       int64_t{blockIdx.x / static_cast<unsigned>(cluster)} * blockDim.y + threadIdx.y;
   const int rank = cluster == 1 ? 0 : cluster_rank();
   const bool is_read = is_counted(p.in, row), is_first = rank == 0 && threadIdx.x == 0;
-  if (kVectors > 1 && !is_read) {  // all threads of a cluster
-    if (is_first) write_nothing(p, row);
-    return;
-  }
-  const int64_t begin = int64_t{rank} * part;
-  const int size = is_read ? static_cast<int>(min(p.in.vocab - begin, int64_t{part})) : 0;
-  RunningSums sums =
-      read_part<T, kVectors, kAligned>(p, row_of<T>(p.in, is_read ? row : 0) + begin, size);
-  sums = warp_join(sums, lanes_of_row<kVectors>());
-  if (kVectors > 1 && blockDim.x > kWarpSize) {
-    const int lane = threadIdx.x % kWarpSize;
-    if (lane == 0) of_warps[threadIdx.x / kWarpSize] = sums;
-    __syncthreads();
-    sums = RunningSums::none();
-    if (threadIdx.x < blockDim.x / kWarpSize) sums = of_warps[threadIdx.x];
-    if (threadIdx.x < kWarpSize) sums = warp_join(sums, kWarpSize);
-    if (cluster > 1) {
-      if (threadIdx.x == 0) of_block = sums;
-      cluster_sync();
-      if (rank == 0 && threadIdx.x < kWarpSize) {
-        sums = RunningSums::none();
-        if (lane < cluster) sums = *map_shared_rank(&of_block, lane);
-        sums = warp_join(sums, kWarpSize);
-      }
-      cluster_sync();  // NOTE: a block whose memory is read must not end.
-    }
+  const T* data = row_of<T>(p.in, is_read ? row : 0);
+  RunningSums sums = RunningSums::none();
+  if constexpr (kVectors == 1) {  // all lanes of a warp
+    const int size = is_read ? static_cast<int>(p.in.vocab) : 0;
+    sums = warp_join(read_part<T, 1, kAligned>(p, data, size), lanes_of_row<1>());
+  } else if (is_read) {  // all threads of a cluster
+    sums = read_row<T, kVectors, kAligned>(p, data, policy, cluster, rank);
   }
   if (!is_first || row >= p.in.rows) return;
   if (is_read) {
@@ -295,15 +311,16 @@ constexpr int kVectorSize = 16 / static_cast<int>(sizeof(T));
 
 template <typename T>
 gpuError launch_forward(const CrossEntropyForward& p, const DeviceInfo& device, gpuStream stream) {
-  const LossPolicy policy = loss_policy(device, p.in.vocab, kVectorSize<T>);
-  const int64_t blocks = ceil_div(p.in.rows, policy.rows_per_block) * policy.cluster;
+  const LossPolicy policy = loss_policy(p.in.vocab, kVectorSize<T>);
+  const int cluster = loss_cluster(device, p.in.rows, policy);
+  const int64_t blocks = ceil_div(p.in.rows, policy.rows_per_block) * cluster;
   if (blocks > kMaxLossBlocks) return gpuErrorInvalidValue;
   const dim3 grid(static_cast<unsigned>(blocks));
   const dim3 block(policy.threads, policy.rows_per_block);
   const auto kernel = policy.vectors == 1 ? &forward_kernel<T, 1, false>
                       : is_aligned(p.in)  ? &forward_kernel<T, kLossVectors, true>
                                           : &forward_kernel<T, kLossVectors, false>;
-  return gpu_launch(kernel, grid, block, 0, policy.cluster, stream, p, policy.cluster, policy.part);
+  return gpu_launch(kernel, grid, block, 0, cluster, stream, p, policy, cluster);
 }
 
 template <typename T>

@@ -108,7 +108,10 @@ struct RowBackwardMemory {
 // aligned; blocks of rows take longer with each turn. On an H100, bfloat16: rms_norm (64, 4096)
 // takes 3.4 us so, and 6.7 with a second kernel; (512, 4096) 8.8 and 10.8; but (1024, 128), of
 // whose blocks each has 64 steps, 17.6 and 4.4. On an H200: ada_layer_norm (2, 77, 2048) 6.2 and
-// 11.9; (1, 512, 3072) 10.9 and 14.3; layer_norm (1024, 2048) 13.0 and 14.7.
+// 11.9; (1, 512, 3072) 10.9 and 14.3; layer_norm (1024, 2048) 13.0 and 14.7. But they read the rows
+// again, and leave fewer blocks to the rows: fused_add_layer_norm (16384, 4096) took 389 us so, and
+// 162 without.
+constexpr int64_t kMostElementsBesideColumns = int64_t{1} << 21;
 
 // The rows that blocks beside them have: threads for few steps.
 inline int64_t least_rows_beside_columns(int64_t group_rows, int threads_per_row) {
@@ -131,6 +134,7 @@ inline int column_blocks_for(const DeviceInfo& device, const ColumnBlocksShape& 
   const int64_t tiles =
       ceil_div(shape.dim, int64_t{kRowBackwardTile} * shape.vector_size) * shape.groups;
   if (shape.cluster > 1 || tiles > device.multiprocessors / 2) return 0;
+  if (shape.groups * shape.group_rows > kMostElementsBesideColumns / shape.dim) return 0;
   const int64_t row_blocks = std::max<int64_t>(1, (device.multiprocessors - tiles) / shape.groups);
   const int64_t rows =
       std::clamp(std::max(ceil_div(shape.group_rows, row_blocks),
