@@ -636,7 +636,7 @@ void loss(const DeviceInfo& device, Report& report) {
       const bool is_narrow = row.threads * row.rows_per_block == kNarrowThreads;
       expect_legal_rows(report, device,
                         {ceil_div(rows, row.rows_per_block) * cluster, 1, row.threads,
-                         row.threads <= kWarpSize ? 1 : row.rows_per_block, 4 * kKB, cluster},
+                         row.threads <= kWarpSize ? 1 : row.rows_per_block, 28 * kKB, cluster},
                         kLossThreads);
       report.expect(int64_t{row.part} * row.parts >= vocab && row.part % vector == 0,
                     "logits without a block");
@@ -660,7 +660,7 @@ void loss(const DeviceInfo& device, Report& report) {
                             gradient.turns * gradient.threads * gradient.vectors * vector,
                     "logits without a block");
 
-      const LogProbsPolicy twice = log_probs_policy(device, vocab, vector);
+      const LogProbsPolicy twice = log_probs_policy(device, rows, vocab, vector, offset == 0);
       expect_legal(report, device,
                    {ceil_div(rows, twice.rows_per_block) * twice.cluster, 1, twice.threads,
                     twice.rows_per_block, twice.shared_bytes + kLogProbsFixedBytes, twice.cluster},

@@ -2,8 +2,8 @@
 //
 // The forward reads a row once. A thread keeps the maximum of its logits, and the sum of e^(logit -
 // maximum); a larger maximum scales the sum. The threads of a row are a part of a warp, a warp, a
-// block or a cluster (loss/cross_entropy_policy.h). Exponentials are those of the hardware. A second
-// kernel, of one block, adds up the rows' losses in float64.
+// block or a cluster (loss/cross_entropy_policy.h). Exponentials are those of the hardware. A
+// second kernel, of one block, adds up the rows' losses in float64.
 //
 // The backward reads a row again, and writes its gradient, each element by itself.
 
@@ -37,7 +37,8 @@ __device__ __forceinline__ RunningSums warp_join(RunningSums sums, int width) {
   return sums;
 }
 
-// Of a part of a row: `size` logits from `data` on, none where size <= 0.
+// Of a part of a row: `size` logits from `data` on, none where size <= 0. The lanes of a warp go
+// round equally often: they load together.
 template <typename T, int kVectors, bool kAligned>
 __device__ __forceinline__ RunningSums read_part(const CrossEntropyForward& p, const T* data,
                                                  int size) {
@@ -45,11 +46,13 @@ __device__ __forceinline__ RunningSums read_part(const CrossEntropyForward& p, c
   constexpr int N = Columns::N;
   const Columns columns;
   RunningSums sums = RunningSums::none();
-  int column = columns.first;
-  for (int first = 0; first < size; first += columns.step, column += columns.step) {
-    const int left = size - column;
+  if (size <= 0) size = -N;
+  int first = 0;
+  do {
+    const int left = size - first - columns.first;
     RowLoading<T, kVectors, kAligned> loading;
-    loading.start(data + column, left);
+    loading.start(data + first + columns.first, left);
+    first += columns.step;
     float values[kVectors][N];
     float most = sums.max;
 #pragma unroll
@@ -67,13 +70,15 @@ __device__ __forceinline__ RunningSums read_part(const CrossEntropyForward& p, c
       for (int k = 0; k < N; ++k) parts[k % 4] += exp2_approximate((values[j][k] - most) * kLog2E);
     }
     sums.sum += (parts[0] + parts[1]) + (parts[2] + parts[3]);
-    if (p.smoothing == 0.0f) continue;
+    if (p.smoothing != 0.0f) {
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
+      for (int j = 0; j < kVectors; ++j) {
 #pragma unroll
-      for (int k = 0; k < N; ++k) sums.total += k < left - j * kWarpSize * N ? values[j][k] : 0.0f;
+        for (int k = 0; k < N; ++k)
+          sums.total += k < left - j * kWarpSize * N ? values[j][k] : 0.0f;
+      }
     }
-  }
+  } while (first < size);
   return sums;
 }
 
@@ -94,10 +99,12 @@ __device__ __forceinline__ void write_nothing(const CrossEntropyForward& p, int6
   if (p.statistics != nullptr) p.statistics[row] = {0.0f, 0.0f};
 }
 
-// The sums of a row of the block or cluster, in thread 0 of the first block.
+// The sums of a row of the block or cluster, in thread 0 of the first block. Threads keep those of
+// their parts in shared memory, so that the next part is not waited for.
 template <typename T, int kVectors, bool kAligned>
 __device__ __forceinline__ RunningSums read_row(const CrossEntropyForward& p, const T* data,
                                                 const LossPolicy& policy, int cluster, int rank) {
+  extern __shared__ RunningSums of_threads[];  // [part][thread]
   __shared__ RunningSums of_warps[kLossMostParts][kLossThreads / kWarpSize];
   __shared__ RunningSums of_parts[kLossMostParts];
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -106,8 +113,12 @@ __device__ __forceinline__ RunningSums read_row(const CrossEntropyForward& p, co
   for (int i = rank; i < policy.parts; i += cluster) {
     const int64_t begin = int64_t{i} * policy.part;
     const int size = static_cast<int>(min(p.in.vocab - begin, int64_t{policy.part}));
-    const RunningSums sums =
-        warp_join(read_part<T, kVectors, kAligned>(p, data + begin, size), kWarpSize);
+    of_threads[i * blockDim.x + threadIdx.x] =
+        read_part<T, kVectors, kAligned>(p, data + begin, size);
+  }
+#pragma unroll 1
+  for (int i = rank; i < policy.parts; i += cluster) {
+    const RunningSums sums = warp_join(of_threads[i * blockDim.x + threadIdx.x], kWarpSize);
     if (warps == 1) return sums;
     if (lane == 0) of_warps[i][warp] = sums;
   }
@@ -320,7 +331,8 @@ gpuError launch_forward(const CrossEntropyForward& p, const DeviceInfo& device, 
   const auto kernel = policy.vectors == 1 ? &forward_kernel<T, 1, false>
                       : is_aligned(p.in)  ? &forward_kernel<T, kLossVectors, true>
                                           : &forward_kernel<T, kLossVectors, false>;
-  return gpu_launch(kernel, grid, block, 0, cluster, stream, p, policy, cluster);
+  const int shared_bytes = policy.parts * policy.threads * static_cast<int>(sizeof(RunningSums));
+  return gpu_launch(kernel, grid, block, shared_bytes, cluster, stream, p, policy, cluster);
 }
 
 template <typename T>

@@ -238,8 +238,8 @@ __global__ void __launch_bounds__(kLossThreads, kLogProbsBlocks)
 
 template <typename T>
 gpuError launch(const LogProbsForward& p, const DeviceInfo& device, gpuStream stream) {
-  const LogProbsPolicy policy =
-      log_probs_policy(device, p.in.vocab, 16 / static_cast<int>(sizeof(T)));
+  const LogProbsPolicy policy = log_probs_policy(
+      device, p.in.rows, p.in.vocab, 16 / static_cast<int>(sizeof(T)), p.entropy == nullptr);
   const int64_t blocks = ceil_div(p.in.rows, policy.rows_per_block) * policy.cluster;
   if (blocks > kMaxLossBlocks) return gpuErrorInvalidValue;
   const dim3 grid(static_cast<unsigned>(blocks));
