@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -142,20 +143,41 @@ def test_the_smoke_test_finds_a_wrong_result(fuselage, family, monkeypatch):
         hub_smoke.check(family, fuselage, "cpu", hub_smoke.torch.float32)
 
 
-def test_architectures_are_compared(tmp_path):
-    sections = {
-        "a": {"backend": "cuda", "cuda-capabilities": ["8.0", "9.0+PTX"]},
-        "b": {"backend": "cuda", "cuda-capabilities": ["9.0a"]},
-        "c": {"backend": "cpu"},
-    }
-    assert check_archs.violations(tmp_path, sections) == [f"{tmp_path} has no variant"]
-    written = {
-        "torch-cpu": '{"backend": {"type": "cpu"}}',
-        "torch-cu1": '{"backend": {"type": "cuda", "archs": ["8.0", "9.0+PTX", "9.0a"]}}',
-        "torch-cu2": '{"backend": {"type": "cuda", "archs": ["7.0", "8.0", "9.0"]}}',
-    }
-    for name, text in written.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metadata.json").write_text(text)
-    found = check_archs.violations(tmp_path, sections)
-    assert found == ["torch-cu2 lacks 9.0a", "torch-cu2 claims 7.0"]
+SECTIONS = {
+    "a": {"backend": "cuda", "cuda-capabilities": ["8.0", "9.0+PTX", "10.0", "12.0+PTX"]},
+    "b": {"backend": "cuda", "cuda-capabilities": ["9.0a"]},
+    "c": {"backend": "cpu"},
+}
+CU126, CU130 = (f"torch-stable-abi210-{name}-x86_64-linux" for name in ("cu126", "cu130"))
+
+
+@pytest.mark.parametrize(
+    ("variant", "archs", "expected"),
+    [
+        ("torch-stable-abi210-cpu-x86_64-linux", None, []),
+        # As kernel-builder makes it of these lists: CUDA 12.6 knows no Blackwell.
+        (CU126, ["8.0", "9.0+PTX", "9.0a"], []),
+        (CU130, ["8.0", "9.0+PTX", "9.0a", "10.0", "12.0+PTX"], []),
+        (CU126, ["8.0", "9.0+PTX", "9.0a", "10.0"], ["claims 10.0"]),
+        (CU130, ["8.0", "9.0+PTX", "9.0a"], ["lacks 10.0, 12.0"]),
+        (CU130, ["7.0", "8.0", "9.0", "10.0", "12.0"], ["lacks 9.0a", "claims 7.0"]),
+        ("torch-cuda", ["8.0"], ["has no CUDA version in its name"]),
+    ],
+)
+def test_architectures_are_compared(tmp_path, variant, archs, expected):
+    backend = {"type": "cpu"} if archs is None else {"type": "cuda", "archs": archs}
+    (tmp_path / variant).mkdir()
+    (tmp_path / variant / "metadata.json").write_text(json.dumps({"backend": backend}))
+    found = check_archs.violations(tmp_path, SECTIONS)
+    assert found == [f"{variant} {line}" for line in expected]
+
+
+def test_a_folder_without_variants_is_no_release(tmp_path):
+    assert check_archs.violations(tmp_path, SECTIONS) == [f"{tmp_path} has no variant"]
+
+
+def test_architectures_are_compared_without_packages(tmp_path):
+    """A runner of GitHub has Python alone."""
+    command = [sys.executable, "-I", "-S", str(REPO_DIR / "scripts/check_archs.py"), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1 and "has no variant" in result.stderr, result.stderr
