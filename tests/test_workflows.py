@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from builder.config import load
 from conftest import KERNEL_DIR, REPO_DIR, REPO_ID
 
 sys.path.insert(0, str(REPO_DIR / "scripts"))
@@ -113,6 +114,14 @@ def test_what_scripts_name_exists(path):
         assert named <= targets, named - targets
         files = re.findall(r"\b(?:scripts|tools)/\w+\.py|^\.ci/run", script, re.M)
         assert all((REPO_DIR / file).is_file() for file in files), files
+
+
+def test_a_release_builds_its_cpu_variant_again():
+    """The variant: of a bundle Nix would only copy the parts again."""
+    steps = steps_of(REPO_DIR / ".github/workflows/release.yml")
+    (again,) = [step["run"] for step in steps if "--rebuild" in step.get("run", "")]
+    major, minor = load(REPO_DIR).abi_version("cpu")
+    assert f'".#redistributable.torch-stable-abi{major}{minor}-cpu-$SYSTEM"' in again
 
 
 # The scripts
