@@ -10,12 +10,14 @@ ifdef PYTHON
   ENVIRONMENT :=
   CLANG_FORMAT ?= clang-format
   ZIZMOR ?= zizmor
+  ACTIONLINT ?= actionlint
 else
   HASH := $(shell cat requirements/dev.txt | sha256sum | cut -c1-12)
   ENVIRONMENT := $(FUSELAGE_VENV)/.installed-$(HASH)
   PYTHON := $(FUSELAGE_VENV)/bin/python
   CLANG_FORMAT ?= $(FUSELAGE_VENV)/bin/clang-format
   ZIZMOR ?= $(FUSELAGE_VENV)/bin/zizmor
+  ACTIONLINT ?= $(FUSELAGE_VENV)/bin/actionlint
 endif
 
 BUILD := $(PYTHON) tools/build_variant.py
@@ -66,6 +68,7 @@ fuzz: build  ## random calls of every function for a minute (CASE='op seed' repl
 sanitize: $(ENVIRONMENT)  ## tests and fuzzer under sanitizers (SANITIZE="--device cuda": on a GPU)
 	$(PYTHON) tools/sanitize.py $(SANITIZE)
 
+# NOTE: actionlint would run shellcheck and pyflakes where they happen to be.
 lint: $(ENVIRONMENT)  ## ruff, clang-format, 100 columns, build.toml's sources, tuning, the workflows
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -76,6 +79,7 @@ lint: $(ENVIRONMENT)  ## ruff, clang-format, 100 columns, build.toml's sources, 
 	$(PYTHON) tools/check_tuning.py
 	$(PYTHON) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(ZIZMOR) --offline --no-progress --quiet .github/workflows
+	$(ACTIONLINT) -shellcheck= -pyflakes= .github/workflows/*.yml
 
 format: $(ENVIRONMENT)  ## rewrite the sources in the project's style
 	$(PYTHON) -m ruff check --fix --exit-zero --quiet .
