@@ -116,6 +116,16 @@ def test_what_scripts_name_exists(path):
         assert all((REPO_DIR / file).is_file() for file in files), files
 
 
+@pytest.mark.parametrize("name", ["build-pr", "release"])
+def test_a_pull_request_is_checked_as_a_release_is(name):
+    path = REPO_DIR / f".github/workflows/{name}.yml"
+    (script,) = [
+        step["run"] for step in jobs_of(path)["build"]["steps"] if "check" in step.get("run", "")
+    ]
+    checks = re.findall(r"builder (check-\w+)|python3 (scripts/\w+\.py)", script)
+    assert checks == [("check-abi", ""), ("check-builds", ""), ("", "scripts/check_archs.py")]
+
+
 def test_a_release_builds_its_cpu_variant_again():
     """The variant: of a bundle Nix would only copy the parts again."""
     steps = steps_of(REPO_DIR / ".github/workflows/release.yml")
