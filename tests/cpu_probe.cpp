@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "gate/activation_cpu.h"
+#include "loss/cross_entropy_cpu.h"
 #include "norm/ada_norm_cpu.h"
 #include "norm/poly_norm_cpu.h"
 #include "norm/rms_norm_cpu.h"
@@ -30,8 +31,8 @@ using Bytes = std::vector<char>;
 
 Bytes buffer(int64_t elements, int size = dtype_size(dtype)) { return Bytes(elements * size); }
 
-Bytes read(int64_t elements) {
-  Bytes bytes = buffer(elements);
+Bytes read(int64_t elements, int size = dtype_size(dtype)) {
+  Bytes bytes = buffer(elements, size);
   if (std::fread(bytes.data(), 1, bytes.size(), stdin) != bytes.size()) std::exit(3);
   return bytes;
 }
@@ -173,6 +174,59 @@ void gumbel_sample() {
   write(tokens);
 }
 
+LossRows loss_rows(const Bytes& logits, const Bytes& targets, float softcap) {
+  LossRows in{};
+  in.logits = logits.data(), in.dtype = dtype, in.targets = targets.data();
+  in.rows = rows, in.vocab = in.stride = dim, in.ignore_index = -100, in.softcap = softcap;
+  return in;
+}
+
+// logits, int64 targets, float32 grad_loss -> losses, grad_logits
+// Label smoothing 0.125 and a square of 0.25.
+void cross_entropy() {
+  const Bytes logits = read(rows * dim), targets = read(rows, 8);
+  Bytes grad_loss = read(rows, 4), losses = buffer(rows, 4), grad_logits = buffer(rows * dim);
+  std::vector<RowStatistics> statistics(rows);
+  CrossEntropyForward p{};
+  p.in = loss_rows(logits, targets, 0), p.smoothing = 0.125f, p.square_scale = 0.25f;
+  p.reduction = Reduction::none, p.losses = floats(losses), p.statistics = statistics.data();
+  cpu::cross_entropy_forward(p, 0, rows);
+
+  LossBackward b{};
+  b.in = p.in, b.inv_temperature = 1, b.statistics = p.statistics;
+  b.grad_loss = floats(grad_loss), b.grad_per_row = true;
+  b.smoothing = p.smoothing, b.square_scale = p.square_scale;
+  b.grad_logits = grad_logits.data(), b.grad_stride = dim;
+  cpu::loss_backward(b, 0, rows);
+  for (const Bytes& result : {losses, grad_logits}) write(result);
+}
+
+// logits, int64 targets, and float32 gradients of the next three
+//   -> log_probs, entropy, log_sum_exp, is_greatest, grad_logits
+// Temperature 0.5 and a soft cap of 4.
+void log_probs() {
+  const Bytes logits = read(rows * dim), targets = read(rows, 8);
+  Bytes grads[3] = {read(rows, 4), read(rows, 4), read(rows, 4)};
+  Bytes found = buffer(rows, 4), entropy = buffer(rows, 4), log_sum_exp = buffer(rows, 4);
+  Bytes is_greatest = buffer(rows, 1), grad_logits = buffer(rows * dim);
+  std::vector<RowStatistics> statistics(rows);
+  std::vector<cpu::LogProbsRow> of_rows(rows);
+  LogProbsForward p{};
+  p.in = loss_rows(logits, targets, 4), p.inv_temperature = 2;
+  p.log_probs = floats(found), p.entropy = floats(entropy), p.log_sum_exp = floats(log_sum_exp);
+  p.is_greatest = reinterpret_cast<bool*>(is_greatest.data()), p.statistics = statistics.data();
+  cpu::log_probs_forward(p, of_rows.data(), 0, rows);
+  cpu::log_probs_finish(p, of_rows.data());
+
+  LossBackward b{};
+  b.in = p.in, b.inv_temperature = p.inv_temperature, b.statistics = p.statistics;
+  b.grad_log_probs = floats(grads[0]), b.grad_entropy = floats(grads[1]);
+  b.grad_log_sum_exp = floats(grads[2]), b.entropy = p.entropy;
+  b.grad_logits = grad_logits.data(), b.grad_stride = dim;
+  cpu::loss_backward(b, 0, rows);
+  for (const Bytes& result : {found, entropy, log_sum_exp, is_greatest, grad_logits}) write(result);
+}
+
 constexpr struct {
   const char* name;
   void (*run)();
@@ -181,7 +235,9 @@ constexpr struct {
             {"swiglu", swiglu},
             {"poly_norm", poly_norm},
             {"apply_rotary", apply_rotary},
-            {"gumbel_sample", gumbel_sample}};
+            {"gumbel_sample", gumbel_sample},
+            {"cross_entropy", cross_entropy},
+            {"log_probs", log_probs}};
 
 }  // namespace
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,10 @@ from harness import (
     random_grad_outs,
 )
 from operators import FUSED_ADD_RMS_NORM, LAYER_NORM, POLY_NORM, SWIGLU
+
+sys.path.insert(0, str(REPO_DIR / "tests/loss"))
+
+import loss_reference
 
 COMPILER = shutil.which("aarch64-linux-gnu-g++")
 EMULATOR = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
@@ -124,3 +129,45 @@ def test_sampling_draws_what_this_machine_draws(probe, fuselage, dtype):
     found = run(probe, "gumbel_sample", (50, 5001), [logits], {"t": ((50,), torch.int64)})["t"]
     expected = fuselage.gumbel_sample(logits, seed=7)
     assert torch.equal(found, expected.view(-1))
+
+
+# The options that cpu_probe.cpp has, and what it gives.
+FLOATS = dict.fromkeys(("log_probs", "entropy", "log_sum_exp"), torch.float32)
+LOSSES = {
+    "cross_entropy": (
+        {"reduction": "none", "label_smoothing": 0.125, "lse_square_scale": 0.25},
+        {"losses": torch.float32},
+    ),
+    "log_probs": (
+        {"temperature": 0.5, "logit_softcap": 4.0},
+        {**FLOATS, "is_greatest": torch.bool},
+    ),
+}
+
+
+@pytest.mark.parametrize("vocab", (5, 131, 5001))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(probe, name, dtype, vocab):
+    options, dtypes = LOSSES[name]
+    logits = normal((ROWS, vocab), dtype, "cpu", scale=3.0)
+    targets = torch.randint(vocab, (ROWS,))
+    targets[4] = -100  # ignored
+    leaf = logits.double().requires_grad_()
+    expected = getattr(loss_reference, name)(leaf, targets, **options)
+    expected = (expected,) if torch.is_tensor(expected) else expected
+    outs = [value for value in expected if value.requires_grad]
+    grads = [torch.randn(ROWS) for _ in outs]
+    (grad,) = torch.autograd.grad(outs, leaf, [g.double() for g in grads])
+    results = {label: ((ROWS,), of) for label, of in dtypes.items()}
+    results["grad_logits"] = (logits.shape, dtype)
+    found = run(probe, name, logits.shape, [logits, targets, *grads], results)
+    # Logits lie less than 30 apart: that is rounded.
+    for label, value in zip(dtypes, expected):
+        if value.requires_grad:
+            assert_close(found[label], value.detach(), label, terms=torch.full((ROWS,), 30.0))
+        else:
+            assert torch.equal(found[label], value), label
+    # In an exponential these are some 32 roundings of its own: twice what a term has.
+    terms = 2 * sum(g.abs() for g in grads).max()
+    assert_close(found["grad_logits"], grad, "gradient", terms=terms.expand_as(grad))
