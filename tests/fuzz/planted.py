@@ -70,10 +70,39 @@ def not_deterministic(kernel):
 
     def silu(x: torch.Tensor) -> torch.Tensor:
         out = kernel.silu(x)
-        is_third = next(calls) % 3 == 2
-        return torch.nextafter(out, 2 * out) if is_third and x.dtype == torch.float32 else out
+        return with_other_bits(out) if next(calls) % 3 == 2 else out
 
     return Planted(kernel, silu=silu)
+
+
+def other_bits_in_a_layout(kernel):
+    """The last bit of float32 differs where a thread would read with steps."""
+
+    def silu(x: torch.Tensor) -> torch.Tensor:
+        out = kernel.silu(x)
+        return out if x.is_contiguous() else with_other_bits(out)
+
+    return Planted(kernel, silu=silu)
+
+
+def depends_on_other_rows(kernel):
+    """The last bit of float32 differs where rows are many, as if a row were cut in another way."""
+
+    def silu(x: torch.Tensor) -> torch.Tensor:
+        out = kernel.silu(x)
+        return with_other_bits(out) if x.dim() > 1 and x.shape[0] > 2 else out
+
+    return Planted(kernel, silu=silu)
+
+
+def with_other_bits(out: torch.Tensor) -> torch.Tensor:
+    """The next float32 to each, with the gradients of `out`; half precision as it is."""
+    if out.dtype != torch.float32:
+        return out
+    moved = out.clone()
+    with torch.no_grad():
+        moved.copy_(torch.nextafter(out, 2 * out))
+    return moved
 
 
 def wrong_gradient(kernel):
@@ -82,6 +111,15 @@ def wrong_gradient(kernel):
         if out.requires_grad:
             out.register_hook(lambda grad: grad * 1.02)
         return out
+
+    return Planted(kernel, silu=silu)
+
+
+def refuses_a_valid_call(kernel):
+    def silu(x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, torch.Tensor) and x.dtype == torch.float16:
+            raise RuntimeError("fuselage::silu: `x` must be float32")
+        return kernel.silu(x)
 
     return Planted(kernel, silu=silu)
 

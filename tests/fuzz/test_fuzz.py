@@ -18,7 +18,10 @@ MISTAKES = [
     ("past_the_end", "bias_act_", "a write out of place"),
     ("writes_an_input", "silu", "a write out of place"),
     ("not_deterministic", "silu", "not the same bits again"),
+    ("other_bits_in_a_layout", "silu", "other bits in another layout"),
+    ("depends_on_other_rows", "silu", "a row depends on the others"),
     ("wrong_gradient", "silu", "a wrong gradient"),
+    ("refuses_a_valid_call", "silu", "a valid call raised"),
     ("accepts_a_bad_call", "silu", "a bad call was accepted"),
     ("wrong_exception", "silu", "a wrong exception"),
 ]
