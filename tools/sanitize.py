@@ -6,7 +6,7 @@ tests' quick part and the fuzzer with it. On a GPU: runs a program that calls ev
 (tests/fuzz/families.py) under compute-sanitizer's tools, and prints a table of their errors.
 
     python tools/sanitize.py
-    python tools/sanitize.py --device cuda [--tools memcheck,racecheck] [--seconds 45]
+    python tools/sanitize.py --device cuda [--tools memcheck,racecheck] [--seconds 45] [--seed 1]
 """
 
 from __future__ import annotations
@@ -82,8 +82,13 @@ def on_cpu(options: argparse.Namespace) -> None:
     environment = sanitized_environment() | {"FUSELAGE_KERNEL_DIR": str(variant)}
     pytest = [sys.executable, "-m", "pytest", *QUICK, "-k", LEFT_OUT]
     run("tests", pytest, environment)
-    fuzz = [sys.executable, "-m", "fuzz", "--seconds", str(options.seconds), "--timeout", "300"]
+    fuzz = [sys.executable, "-m", "fuzz", *limits_of(options), "--timeout", "300"]
     run("fuzzer", fuzz, environment | {"PYTHONPATH": "tests"})
+
+
+def limits_of(options: argparse.Namespace) -> list[str]:
+    """As the fuzzer and the calls of all families both take them."""
+    return ["--seconds", str(options.seconds), "--seed", str(options.seed)]
 
 
 @dataclass
@@ -98,7 +103,7 @@ def on_gpu(options: argparse.Namespace) -> None:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(sanitizer).is_file():
         sys.exit("error: no compute-sanitizer: it comes with the CUDA toolkit")
-    outcomes = [_under(sanitizer, tool, options.seconds) for tool in options.tools.split(",")]
+    outcomes = [_under(sanitizer, tool, limits_of(options)) for tool in options.tools.split(",")]
     print(f"{'tool':10} {'errors':>6} {'seconds':>8}  calls")
     for outcome in outcomes:
         errors = "?" if outcome.errors < 0 else outcome.errors
@@ -106,13 +111,13 @@ def on_gpu(options: argparse.Namespace) -> None:
     sys.exit(int(any(outcome.errors != 0 for outcome in outcomes)))
 
 
-def _under(sanitizer: str, tool: str, seconds: float) -> Outcome:
+def _under(sanitizer: str, tool: str, limits: list[str]) -> Outcome:
     left_out = LEFT_TO_OTHER_TOOLS.get(tool)
     command = [sanitizer, "--tool", tool, "--print-limit", "10000" if left_out else "10"]
     if tool in EXCLUDES:
         command += ["--kernel-name-exclude", f"kernel_substring={left_out}"]
     command.append(sys.executable)
-    program = ["-m", "fuzz.families", "--seconds", str(seconds)]
+    program = ["-m", "fuzz.families", *limits]
     # Every tensor in memory of its own: between those of one block, nothing would be out of bounds.
     path = os.pathsep.join(filter(None, ("tests", os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -161,6 +166,9 @@ def main() -> None:
     parser.add_argument("--tools", default=",".join(TOOLS), help="of compute-sanitizer, by commas")
     parser.add_argument(
         "--seconds", type=float, help="of the fuzzer (60), or of the calls under each tool (45)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the fuzzer's cases, or of the order of the calls"
     )
     options = parser.parse_args()
     if options.seconds is None:

@@ -8,13 +8,16 @@ initialises them.
 from __future__ import annotations
 
 import argparse
+import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import operators
 import torch
 from harness import LAYOUTS, Operator, gradients, normal, random_grad_outs
 from rotary_cases import Case
+from shard_slices import NORMS, Slices
 
 from . import child
 
@@ -33,9 +36,13 @@ SHAPES = (
     (2, 1 << 20, HALF),  # streamed rows
     (2, (1 << 20) + 1, HALF),
 )
+# Of all ranks: rows that share a block, unaligned ones, float32, and some longer than a block.
+SLICED_SHAPES = ((5, 100, HALF), (9, 4097, HALF), (3, 4100, torch.float32), (2, 65537, HALF))
 VIEWS = ("misaligned", "wider_by_an_odd_number", "expanded_rows", "transposed")
 
-Calls = Iterator[tuple[str, Callable[[], object]]]
+# A call makes its inputs itself: a list of all of them takes no memory.
+Call = tuple[str, Callable[[], object]]
+Calls = Iterator[Call]
 
 
 def both_ways(kernel, op: Operator, inputs: dict, options: dict) -> None:
@@ -50,43 +57,69 @@ def both_ways(kernel, op: Operator, inputs: dict, options: dict) -> None:
     )
 
 
-def row_calls(kernel, device: str) -> Calls:
-    for rows, dim, dtype in SHAPES:
-        for op in operators.OPERATORS:
-            inputs = op.inputs((rows, dim), dtype, device)
-            yield f"{op.name} {rows} x {dim}", lambda op=op, i=inputs: both_ways(kernel, op, i, {})
-        yield from in_place_calls(kernel, device, rows, dim, dtype)
-        yield from grouped_calls(kernel, device, rows, dim, dtype)
-    for layout in VIEWS:
-        for op in operators.OPERATORS:
-            inputs = op.inputs((12, 4104), HALF, device)
-            for name in op.row_inputs:
-                inputs[name] = LAYOUTS[layout](
-                    lambda *shape: normal(shape, HALF, device), op.width * 4104
-                )
-            yield f"{op.name} {layout}", lambda op=op, i=inputs: both_ways(kernel, op, i, {})
+def row_calls(kernel, device: str, rows: int, dim: int, dtype: torch.dtype) -> Calls:
+    for op in operators.OPERATORS:
+        yield (
+            f"{op.name} {rows} x {dim}",
+            lambda op=op: both_ways(kernel, op, op.inputs((rows, dim), dtype, device), {}),
+        )
+    yield from in_place_calls(kernel, device, rows, dim, dtype)
+    yield f"grouped_poly_norm {rows} x {dim}", partial(grouped, kernel, device, rows, dim, dtype)
 
 
-def in_place_calls(kernel, device, rows, dim, dtype) -> Calls:
-    x, y = (normal((rows, dim), dtype, device) for _ in range(2))
-    weight = normal((dim,), dtype, device)
-    yield f"fused_add_rms_norm_ {rows} x {dim}", lambda: kernel.fused_add_rms_norm_(x, y, weight)
-    p, q, bias = x.clone(), y.clone(), weight.clone()
-    yield (
-        f"fused_add_layer_norm_ {rows} x {dim}",
-        lambda: kernel.fused_add_layer_norm_(p, q, weight, bias),
-    )
-    yield f"add_mul_act_ {rows} x {dim}", lambda: kernel.add_mul_act_(x, weight, y, 0.5, "gelu")
+def view_calls(kernel, device: str, layout: str) -> Calls:
+    def call(op: Operator) -> None:
+        inputs = op.inputs((12, 4104), HALF, device)
+        for name in op.row_inputs:
+            inputs[name] = LAYOUTS[layout](
+                lambda *shape: normal(shape, HALF, device), op.width * 4104
+            )
+        both_ways(kernel, op, inputs, {})
+
+    for op in operators.OPERATORS:
+        yield f"{op.name} {layout}", partial(call, op)
 
 
-def grouped_calls(kernel, device, rows, dim, dtype) -> Calls:
-    op = operators.GROUPED_POLY_NORM
-    offs = (rows // 2, rows // 2, rows - 1)
+def in_place_calls(kernel, device: str, rows: int, dim: int, dtype: torch.dtype) -> Calls:
+    def call(run: Callable) -> None:
+        x, y = (normal((rows, dim), dtype, device) for _ in range(2))
+        run(x, y, normal((dim,), dtype, device))
+
+    for name, run in (
+        ("fused_add_rms_norm_", lambda x, y, w: kernel.fused_add_rms_norm_(x, y, w)),
+        ("fused_add_layer_norm_", lambda x, y, w: kernel.fused_add_layer_norm_(x, y, w, w)),
+        ("add_mul_act_", lambda x, y, w: kernel.add_mul_act_(x, w, y, 0.5, "gelu")),
+    ):
+        yield f"{name} {rows} x {dim}", partial(call, run)
+
+
+def grouped(kernel, device: str, rows: int, dim: int, dtype: torch.dtype) -> None:
+    op, offs = operators.GROUPED_POLY_NORM, (rows // 2, rows // 2, rows - 1)
     inputs = op.make_inputs((rows, dim), dtype, device, offs=offs)
-    yield f"{op.name} {rows} x {dim}", lambda: both_ways(kernel, op, inputs, {"hidden_clamp": 2.0})
+    both_ways(kernel, op, inputs, {"hidden_clamp": 2.0})
+
+
+def sliced_calls(kernel, device: str) -> Calls:
+    """Norms whose columns are spread over two ranks, of which each is called here."""
+
+    def call(op: Operator, rows: int, dim: int, dtype: torch.dtype) -> None:
+        slices = Slices(kernel, op, op.inputs((rows, dim), dtype, device), {}, ranks=2)
+        outputs, statistics = slices.forward()
+        slices.backward(outputs, statistics, random_grad_outs(outputs))
+
+    for shape in SLICED_SHAPES:
+        for op in NORMS:
+            yield f"{op.name} {shape[0]} x {shape[1]} in slices", partial(call, op, *shape)
 
 
 def rotary_calls(kernel, device: str) -> Calls:
+    def call(case: Case, name: str, in_place: bool) -> None:
+        op, inputs = case.make(name, HALF, device)
+        if in_place:
+            kernel.apply_rotary_(**inputs, **op.defaults)
+        else:
+            both_ways(kernel, op, inputs, {})
+
     for case in (
         Case(),
         Case(dim=128, tokens=40, q_heads=8, heads_dim=1, half=True),
@@ -95,80 +128,125 @@ def rotary_calls(kernel, device: str) -> Calls:
         Case(q_heads=None, k_heads=None, dim=1024, table_dtype=torch.float32),
     ):
         for name in ("apply_rotary", "qk_norm_rotary"):
-            op, inputs = case.make(name, HALF, device)
-            yield f"{name} {case}", lambda op=op, i=inputs: both_ways(kernel, op, i, {})
-            if name == "apply_rotary":
-                given = {**inputs, **op.defaults}
-                yield f"apply_rotary_ {case}", lambda g=given: kernel.apply_rotary_(**g)
+            yield f"{name} {case}", partial(call, case, name, False)
+        yield f"apply_rotary_ {case}", partial(call, case, "apply_rotary", True)
+
+
+FILTERS = ({}, {"top_k": 5}, {"top_p": 0.9, "return_logprobs": True}, {"min_p": 0.1})
 
 
 def sampling_calls(kernel, device: str) -> Calls:
-    filters = ({}, {"top_k": 5}, {"top_p": 0.9, "return_logprobs": True}, {"min_p": 0.1})
+    def call(rows: int, vocab: int, options: dict) -> None:
+        kernel.gumbel_sample(normal((rows, vocab), HALF, device), seed=1, **options)
+
     for rows, vocab in ((3, 257), (2, 40_001), (1, 300_001)):
-        logits = normal((rows, vocab), HALF, device)
-        for options in filters:
-            yield (
-                f"gumbel_sample {rows} x {vocab} {options}",
-                lambda x=logits, o=options: kernel.gumbel_sample(x, seed=1, **o),
+        for options in FILTERS:
+            yield f"gumbel_sample {rows} x {vocab} {options}", partial(call, rows, vocab, options)
+
+
+# (batch, dtype, whether the weight is float8)
+HEADS = (
+    *((1, HALF, False), (20, HALF, False), (130, HALF, False), (20, HALF, True)),
+    *((3, torch.float32, False), (20, torch.float16, True), (40, torch.float32, False)),
+)
+
+
+def head_inputs(device: str, batch: int, dtype: torch.dtype, narrow: bool) -> tuple:
+    hidden, weight = normal((batch, 136), dtype, device), normal((515, 136), dtype, "cpu")
+    return hidden, (weight.to(torch.float8_e4m3fn) if narrow else weight).to(device)
+
+
+def head_calls(kernel, device: str) -> Calls:
+    def call(head: tuple, options: dict) -> None:
+        kernel.lm_head_sample(*head_inputs(device, *head), seed=1, **options)
+
+    for head in HEADS:
+        for options in FILTERS[:3]:
+            yield f"lm_head_sample {head} {options}", partial(call, head, options)
+
+
+def shard_calls(kernel, device: str) -> Calls:
+    def call(head: tuple, sums: bool) -> None:
+        hidden, weight = head_inputs(device, *head)
+        shards = [
+            kernel.lm_head_sample_shard(
+                hidden,
+                part,
+                vocab_offset=begin,
+                seed=1,
+                offset=torch.zeros(1, dtype=torch.int64).to(device),
+                return_log_sum_exp=sums,
             )
-    for batch, dtype, narrow in (
-        *((1, HALF, False), (20, HALF, False), (130, HALF, False), (20, HALF, True)),
-        *((3, torch.float32, False), (20, torch.float16, True), (40, torch.float32, False)),
-    ):
-        hidden, weight = normal((batch, 136), dtype, device), normal((515, 136), dtype, "cpu")
-        weight = (weight.to(torch.float8_e4m3fn) if narrow else weight).to(device)
-        for options in filters[:3]:
-            yield (
-                f"lm_head_sample {batch} {dtype} {narrow} {options}",
-                lambda x=hidden, w=weight, o=options: kernel.lm_head_sample(x, w, seed=1, **o),
-            )
+            for begin, part in ((0, weight[:301]), (301, weight[301:]))
+        ]
+        kernel.combine_shard_samples(shards, return_logprobs=sums)
+
+    for head in HEADS:
+        for sums in (False, True):
+            yield f"lm_head_sample_shard {head} {sums}", partial(call, head, sums)
 
 
 def loss_calls(kernel, device: str) -> Calls:
-    options = {"label_smoothing": 0.1, "lse_square_scale": 0.1, "logit_softcap": 9.0}
-    for rows, vocab, dtype in (
+    def call(shape: tuple, function: Callable, options: dict) -> None:
+        rows, vocab, dtype = shape
+        leaf = normal((rows, vocab), dtype, device).requires_grad_()
+        targets = torch.randint(vocab, (rows,))
+        targets[:1] = -100
+        found = function(leaf, targets.to(device), **options)
+        one = isinstance(found, torch.Tensor)
+        (found if one else found.log_probs + found.entropy).sum().backward()
+
+    others = {"label_smoothing": 0.1, "lse_square_scale": 0.1, "logit_softcap": 9.0}
+    for shape in (
         *((700, 128, HALF), (5, 250, torch.float16), (3, 257, HALF), (5, 4096, HALF)),
         *((9, 4099, HALF), (3, 50_257, HALF), (2, 40_000, torch.float32), (2, 300_001, HALF)),
     ):
-        logits = normal((rows, vocab), dtype, device)
-        targets = torch.randint(vocab, (rows,)).to(device)
-        targets[:1] = -100
+        for function, options in (
+            (kernel.cross_entropy, {}),
+            (kernel.cross_entropy, {"reduction": "none", **others}),
+            (kernel.log_probs, {"return_entropy": True}),
+        ):
+            label = f"{function.__name__} {shape[0]} x {shape[1]} {options}"
+            yield label, partial(call, shape, function, options)
 
-        def both(function, x=logits, t=targets, **given) -> None:
-            leaf = x.clone().requires_grad_()
-            found = function(leaf, t, **given)
-            one = isinstance(found, torch.Tensor)
-            (found if one else found.log_probs + found.entropy).sum().backward()
 
-        for given in ({}, {"reduction": "none", **options}):
-            yield (
-                f"cross_entropy {rows} x {vocab} {given}",
-                lambda f=both, g=given: f(kernel.cross_entropy, **g),
-            )
-        yield (
-            f"log_probs {rows} x {vocab}",
-            lambda f=both: f(kernel.log_probs, return_entropy=True),
-        )
+def all_kinds(kernel, device: str) -> list[list[Call]]:
+    return [
+        *(list(kind(kernel, device)) for kind in (sampling_calls, head_calls, shard_calls)),
+        *(list(kind(kernel, device)) for kind in (loss_calls, rotary_calls, sliced_calls)),
+        *(list(row_calls(kernel, device, *shape)) for shape in SHAPES),
+        *(list(view_calls(kernel, device, layout)) for layout in VIEWS),
+    ]
+
+
+def in_turns(kinds: Iterable[list[Call]], seed: int) -> list[Call]:
+    """All calls in random order, each kind's spread evenly: a run cut short has some of all."""
+    order = random.Random(seed)
+    placed = []
+    for calls in kinds:
+        shuffled = order.sample(calls, len(calls))
+        placed += [((i + order.random()) / len(calls), call) for i, call in enumerate(shuffled)]
+    return [call for _, call in sorted(placed, key=lambda pair: pair[0])]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m fuzz.families", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no call after these")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the calls")
     options = parser.parse_args()
     kernel = child.load(None)
-    started, made, left_out = time.monotonic(), 0, []
-    torch.manual_seed(0)
-    for calls in (sampling_calls, loss_calls, rotary_calls, row_calls):
-        for label, call in calls(kernel, options.device):
-            if time.monotonic() - started > options.seconds:
-                left_out.append(label)
-                continue
-            call()
-            made += 1
+    started, made = time.monotonic(), 0
+    calls = in_turns(all_kinds(kernel, options.device), options.seed)
+    for _, call in calls:
+        if time.monotonic() - started > options.seconds:
+            break
+        torch.manual_seed(0)  # the same values in any order
+        call()
+        made += 1
     if options.device == "cuda":
         torch.cuda.synchronize()
-    print(f"calls: {made} made, {len(left_out)} left out for want of time", flush=True)
+    print(f"calls: {made} made, {len(calls) - made} left out for want of time", flush=True)
 
 
 if __name__ == "__main__":
