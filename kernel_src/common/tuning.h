@@ -69,7 +69,8 @@ static_assert(takes_its_default(Tuning{}), "a built-in value is one of those tha
 namespace gpu {
 
 // Reads the tuning of this GPU again and returns the line that says what was chosen. For the tuner
-// and for tests. NOTE: no other thread may launch a kernel meanwhile.
+// and for tests. NOTE: no other thread may launch a kernel meanwhile: device_info()
+// copies the tuning without a lock, which each launch would pay for.
 std::string read_tuning(int device);
 
 }  // namespace gpu
