@@ -39,6 +39,21 @@ ROUNDS = 3
 DECODES = tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
+# Ops beside the collectives that move nothing: one waits, the other is an identity for autograd.
+NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
+
+
+def bytes_received(collective: str, of_input: int, ranks: int) -> int:
+    """What a rank receives at least, where so many bytes are its input."""
+    others = {
+        "all_gather_into_tensor": of_input * (ranks - 1),
+        "reduce_scatter_tensor": of_input * (ranks - 1) // ranks,
+        "all_reduce": 2 * of_input * (ranks - 1) // ranks,
+        "broadcast": of_input,
+    }
+    return others[collective]
+
+
 class Received(TorchDispatchMode):
     """Counts the collectives of a rank, and the bytes that it receives by them."""
 
@@ -51,15 +66,10 @@ class Received(TorchDispatchMode):
             return NotImplemented  # it comes again, with local tensors
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")
-        if name[0] == "_c10d_functional" and name[2] != "wait_tensor":
-            count, bytes_in = dist.get_world_size(), args[0].numel() * args[0].element_size()
-            others = {
-                "all_gather_into_tensor": bytes_in * (count - 1),
-                "reduce_scatter_tensor": bytes_in * (count - 1) // count,
-                "all_reduce": 2 * bytes_in * (count - 1) // count,
-            }
+        if name[0] == "_c10d_functional" and name[2] not in NO_COLLECTIVES:
+            of_input = args[0].numel() * args[0].element_size()
             self.found[name[2]]["calls"] += 1
-            self.found[name[2]]["bytes"] += others.get(name[2], bytes_in)
+            self.found[name[2]]["bytes"] += bytes_received(name[2], of_input, dist.get_world_size())
         return result
 
 
@@ -164,30 +174,39 @@ def case_name(case: str, tokens: int, ranks: int) -> str:
     return f"{case} of {tokens} tokens, {ranks} rank{'s' if ranks > 1 else ''}"
 
 
-def scaling(cases: dict[str, dict], record: dict, column: str) -> str:
-    """How much faster than one rank, where that was measured."""
-    alone = cases.get(case_name(record["case"], record["tokens"], 1))
+def scaling(cases: dict[str, dict], case: str, column: str) -> list[str]:
+    """How much faster than one rank, and which part of what so many ranks could be at most."""
+    record = cases[case]
+    alone = cases.get(f"{case.rpartition(', ')[0]}, 1 rank")
     if alone is None or record["ranks"] == 1:
-        return "-"
+        return ["-", "-"]
     times = [r["columns"][column]["milliseconds"]["median"] for r in (alone, record)]
-    return f"{times[0] / times[1]:.2f}x"
+    faster = times[0] / times[1]
+    return [f"{faster:.2f}x", f"{100 * faster / record['ranks']:.0f}%"]
+
+
+HEAD = ("", "ms", "over the plan alone", "over one rank", "scaling efficiency", "peak GiB")
+HEAD += ("collectives", "MB a rank receives")
 
 
 def table(cases: dict[str, dict]) -> str:
     """In Markdown."""
-    head = ("", "ms", "over the plan alone", "over one rank", "peak GiB", "collectives")
-    lines = [f"| {' | '.join(head)} | MB a rank receives |", "| --- |" + " ---: |" * len(head)]
+    lines = [f"| {' | '.join(HEAD)} |", "| --- |" + " ---: |" * (len(HEAD) - 1)]
     for case, record in cases.items():
         alone = record["columns"]["plan"]["milliseconds"]["median"]
         for name, column in record["columns"].items():
             time, peak = column["milliseconds"]["median"], column["peak_gib"]
             counted = column["received"].values()
-            lines.append(
-                f"| {case}: {name} | {time:.1f} | {alone / time:.2f}x | "
-                f"{scaling(cases, record, name)} | {'-' if peak is None else f'{peak:.1f}'} | "
-                f"{sum(c['calls'] for c in counted)} | "
-                f"{sum(c['bytes'] for c in counted) / 1e6:.1f} |"
-            )
+            row = [
+                f"{case}: {name}",
+                f"{time:.1f}",
+                f"{alone / time:.2f}x",
+                *scaling(cases, case, name),
+                "-" if peak is None else f"{peak:.1f}",
+                str(sum(c["calls"] for c in counted)),
+                f"{sum(c['bytes'] for c in counted) / 1e6:.1f}",
+            ]
+            lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 
 

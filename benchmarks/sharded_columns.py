@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
             return
         print(f"| {ranks} ranks | | us | KB a rank receives |\n| --- | --- | ---: | ---: |")
         for case, way, time, bytes_in in found:
-            print(f"| {case} | {way} | {time * 1e3:.0f} | {bytes_in / 1e3:.1f} |")
+            print(f"| {case} | {way} | {time * 1e3:.0f} | {bytes_in / 1e3:.2f} |")
 
     return run_on_ranks(options.quick, body)
 
