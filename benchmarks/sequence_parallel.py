@@ -35,10 +35,6 @@ COLUMNS = ("plan", "plan + fuselage")
 # RMS difference of logits, relative. Partial sums of bfloat16 are rounded on every rank.
 LIMITS = {torch.float32: EXACT_LIMIT, torch.bfloat16: HALF_LIMIT}
 ROUNDS = 3
-# Before, a linear of DTensors fails where ranks do not have equally many tokens.
-DECODES = tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 13)
-
-
 # Ops beside the collectives that move nothing: one waits, the other is an identity for autograd.
 NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
 
@@ -79,25 +75,29 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--quick", action="store_true", help="a small model, in float32: a test of the benchmark")
     add("--layers", type=int, default=8, help="of 32; the results say so")
     add("--tokens", type=int, default=4096)
+    add("--sequences", type=int, help="that decode; default: as many as ranks, and at least 2")
     add("--runs", type=int, default=20, help="timed in each of three rounds; with --quick 3")
     add("--output", type=Path, help="the results file; default: benchmarks/results/...")
     return parser.parse_args(arguments)
 
 
 def steps(model, ids: torch.Tensor, sample: Callable) -> dict[str, Callable[[], object]]:
-    """What is timed, of a model that is on all ranks. `sample(model, **inputs)` draws a token."""
+    """What is timed, of a model that is on all ranks. `sample(model, **inputs)` draws a token.
+
+    All of `ids` decode; training and prefill take the first sequence.
+    """
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=model.config)
+    cache, first = DynamicCache(config=model.config), ids[:1]
 
     def training() -> None:
         model.zero_grad(set_to_none=True)
         with loss_parallel():
-            model(input_ids=ids, labels=ids).loss.backward()
+            model(input_ids=first, labels=first).loss.backward()
 
     @torch.no_grad()
     def prefill() -> torch.Tensor:
-        return model(input_ids=ids).logits
+        return model(input_ids=first).logits
 
     @torch.no_grad()
     def decode() -> torch.Tensor:
@@ -106,8 +106,7 @@ def steps(model, ids: torch.Tensor, sample: Callable) -> dict[str, Callable[[], 
             model.model(input_ids=ids, past_key_values=cache, use_cache=True)
         return sample(model, input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
 
-    found = {"training step": training, "prefill": prefill}
-    return {**found, "decode": decode} if DECODES else found
+    return {"training step": training, "prefill": prefill, "decode": decode}
 
 
 def samplers(fuselage) -> dict[str, Callable]:
@@ -129,7 +128,9 @@ def run(fuselage, device: str, options: argparse.Namespace) -> dict[str, dict]:
     torch.manual_seed(0)  # all ranks make the same weights
     plain, title, notes = causal_model(device, options.quick, options.layers, False, training=True)
     tokens = 64 if options.quick else options.tokens
-    ids = torch.randint(0, plain.config.vocab_size, (1, tokens), device=device)
+    # With a token of each, before Torch 2.13 a linear of DTensors needs one for every rank.
+    sequences = options.sequences or max(2, dist.get_world_size())
+    ids = torch.randint(0, plain.config.vocab_size, (sequences, tokens), device=device)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     models = {"plan": copy.deepcopy(plain), "plan + fuselage": plain}
     report = fuselage.integrations.transformers.patch(plain)
@@ -158,10 +159,12 @@ def run(fuselage, device: str, options: argparse.Namespace) -> dict[str, dict]:
                 "peak_gib": measure.peak_memory(calls[name][case], device),
                 "received": dict(received.found),
             }
-        cases[case_name(case, tokens, dist.get_world_size())] = {
-            "title": f"{title}: {case} of 1x{tokens} tokens",
+        batch = sequences if case == "decode" else 1
+        cases[case_name(case, batch, tokens, dist.get_world_size())] = {
+            "title": f"{title}: {case} of {batch}x{tokens} tokens",
             "notes": notes,
             "case": case,
+            "sequences": batch,
             "tokens": tokens,
             "ranks": dist.get_world_size(),
             "error": error,
@@ -170,8 +173,9 @@ def run(fuselage, device: str, options: argparse.Namespace) -> dict[str, dict]:
     return cases
 
 
-def case_name(case: str, tokens: int, ranks: int) -> str:
-    return f"{case} of {tokens} tokens, {ranks} rank{'s' if ranks > 1 else ''}"
+def case_name(case: str, batch: int, tokens: int, ranks: int) -> str:
+    size = f"{batch}x{tokens}" if batch > 1 else tokens
+    return f"{case} of {size} tokens, {ranks} rank{'s' if ranks > 1 else ''}"
 
 
 def scaling(cases: dict[str, dict], case: str, column: str) -> list[str]:

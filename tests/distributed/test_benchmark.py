@@ -77,9 +77,8 @@ def test_it_verifies_times_and_writes(fuselage, tmp_path):
     path = tmp_path / "results.json"
     printed = run("sequence_parallel", "--layers", "2", "--output", str(path))
     cases = json.loads(path.read_text())["cases"]
-    decodes = tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 13)
-    names = ("training step", "prefill", "decode")[: 2 + decodes]
-    assert list(cases) == [f"{name} of 64 tokens, 2 ranks" for name in names]
+    names = ("training step of 64", "prefill of 64", "decode of 2x64")
+    assert list(cases) == [f"{name} tokens, 2 ranks" for name in names]
     for case in cases.values():
         assert case["error"] <= 1e-4 and case["kernel"]
         plan, ours = case["columns"].values()
