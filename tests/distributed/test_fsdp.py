@@ -10,6 +10,7 @@ from integrations.models import assert_close, build, tokens
 from ranks import Rank
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 pytest.importorskip("transformers")
 
@@ -50,6 +51,63 @@ def gradients_of_a_block(rank: Rank) -> None:
         assert_close(ours.grad.full_tensor(), theirs.grad, name, tol=1e-5)
 
 
+class LoraBlock(nn.Module):
+    """A frozen linear and norms, as sharded, and what adapts the linear."""
+
+    def __init__(self, fuselage):
+        super().__init__()
+        self.join = fuselage.add_mul_act
+        self.add = fuselage.modules.FusedAddRMSNorm(24)
+        self.base = nn.Linear(24, 32)
+        self.a, self.b = nn.Parameter(torch.randn(4, 24)), nn.Parameter(torch.randn(32, 4))
+        self.bias = nn.Parameter(torch.randn(32))
+        self.last = fuselage.modules.RMSNorm(32)
+
+    def adapters(self) -> list[nn.Parameter]:
+        return [self.a, self.b]
+
+    def forward(self, x):
+        x, residual = self.add(x, x.sin())
+        low_rank = nn.functional.linear(nn.functional.linear(residual, self.a), self.b)
+        joined = self.join(self.base(x), self.bias, low_rank, 2.0, "silu")
+        return self.last(joined)
+
+
+def adapters_of_a_frozen_linear(rank: Rank, sharded: bool) -> None:
+    """As PEFT has them: sharded with the block, or plain beside sharded weights."""
+    whole = LoraBlock(rank.fuselage).to(rank.device)
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter.requires_grad_(False))
+    for parameter in whole.adapters():
+        parameter.requires_grad_()
+    block = copy.deepcopy(whole)
+    fully_shard(block.base, mesh=rank.mesh())
+    plain = set() if sharded else {*block.adapters()}
+    fully_shard(block, mesh=rank.mesh(), ignored_params=plain)
+    assert all(isinstance(p, DTensor) == sharded for p in block.adapters())
+    batches = torch.randn(rank.count, 3, 5, 24).to(rank.device)
+    out = block(batches[rank.index])
+    out.square().mean().backward()
+    expected = whole(batches)
+    expected.square().mean().backward()
+    assert_close(out.detach(), expected[rank.index].detach(), "out")
+    for ours, theirs in zip(block.adapters(), whole.adapters(), strict=True):
+        grad = ours.grad.full_tensor() if sharded else mean(rank, ours.grad)
+        assert_close(grad, theirs.grad, "gradient", tol=1e-5)
+    frozen = [p for p in block.parameters() if not p.requires_grad]
+    assert len(frozen) == 5 and all(p.grad is None and isinstance(p, DTensor) for p in frozen)
+    # What a sharded module has is a DTensor outside of its forward.
+    plain_rows = torch.randn(3, 32, device=rank.device)
+    with pytest.raises(RuntimeError, match="bias_act: `x` is a plain tensor beside `bias`"):
+        rank.fuselage.bias_act(plain_rows, block.base.bias, activation="silu")
+
+
+def mean(rank: Rank, t: torch.Tensor) -> torch.Tensor:
+    """Over the ranks."""
+    t = t.detach()[None]
+    return DTensor.from_local(t, rank.mesh(), [Shard(0)]).full_tensor().mean(0)
+
+
 def training_of_a_llama(rank: Rank, patched: str, half: bool, checkpoints: bool) -> None:
     """Loss and gradients, against the model in one process and the plain one that is sharded."""
     patch = rank.fuselage.integrations.transformers.patch
@@ -71,7 +129,11 @@ def training_of_a_llama(rank: Rank, patched: str, half: bool, checkpoints: bool)
     losses = {name: model(mine, labels=mine).loss for name, model in models.items()}
     for loss in losses.values():
         loss.backward()
-    plain(batches, labels=batches).loss.backward()
+    whole_loss = plain(batches, labels=batches).loss
+    whole_loss.backward()
+    assert_close(
+        mean(rank, losses["patched"]), whole_loss.detach(), "loss", 2**-8 if half else 1e-5
+    )
     parameters = zip(
         plain.named_parameters(), *(model.parameters() for model in models.values()), strict=True
     )
@@ -87,6 +149,11 @@ def training_of_a_llama(rank: Rank, patched: str, half: bool, checkpoints: bool)
 
 def test_gradients_of_modules(ranks):
     ranks.run(gradients_of_a_block)
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "plain"])
+def test_adapters(ranks, sharded):
+    ranks.run(adapters_of_a_frozen_linear, sharded)
 
 
 @pytest.mark.parametrize(
