@@ -1,7 +1,8 @@
 """Processes that tests share: each is one rank, and runs what it is sent.
 
-They are forked from a server that has imported Torch once, and stay until the session ends. What
-takes minutes is taken for a deadlock, and fails.
+They are forked from a server that has imported Torch once (forkserver of multiprocessing), and stay
+until the session ends. What takes minutes is taken for a deadlock, and fails. The tests of the
+example and of the benchmarks start those under torchrun.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from datetime import timedelta
 from types import ModuleType
 
 import torch
+from harness import normal
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 SECONDS = 180
 
@@ -52,6 +55,15 @@ def distributed(t: torch.Tensor, mesh, *placements) -> DTensor:
     if Partial() in placements:
         return DTensor.from_local(t / mesh.size(), mesh, placements)
     return distribute_tensor(t, mesh, placements, src_data_rank=None)
+
+
+def collectives(mode: CommDebugMode) -> dict[str, int]:
+    return {str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items() if n}
+
+
+def random(rank: Rank, *shape: int, dtype=torch.float32) -> torch.Tensor:
+    """What all ranks draw alike."""
+    return normal(shape, dtype, rank.device)
 
 
 class Ranks:

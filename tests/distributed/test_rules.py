@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import REPO_DIR, kernel_backend
-from harness import assert_same_bits, normal
-from ranks import Rank, distributed
+from conftest import REPO_DIR
+from harness import assert_same_bits
+from ranks import Rank, collectives, distributed, random
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -21,17 +18,6 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 from torch.distributed.tensor.debug import CommDebugMode
-
-BATCH, TOKENS, HEADS, DIM = 3, 5, 6, 8
-
-
-def collectives(mode: CommDebugMode) -> dict[str, int]:
-    return {str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items() if n}
-
-
-def random(rank: Rank, *shape: int, dtype=torch.float32) -> torch.Tensor:
-    return normal(shape, dtype, rank.device)
-
 
 # Where inputs and gradients come from elsewhere.
 
@@ -209,144 +195,6 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_rows(ranks, case):
-    ranks.run(case)
-
-
-# Rotary embedding.
-
-
-def rotary_inputs(rank: Rank, heads_dim: int) -> list[torch.Tensor]:
-    sizes = [BATCH, TOKENS, TOKENS, DIM]
-    inputs = []
-    for heads in (HEADS, 2):
-        sizes[heads_dim] = heads
-        inputs.append(random(rank, *sizes))
-    return inputs
-
-
-def tables(rank: Rank, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = random(rank, *shape, DIM // 2).repeat(*[1] * len(shape), 2)
-    return angles.cos(), angles.sin()
-
-
-def rotary(rank: Rank, norm: bool) -> None:
-    """Sharded by batch, tokens or heads, with every way of saying what the positions are."""
-    kernel, mesh = rank.fuselage, rank.mesh()
-    ids = torch.stack([torch.randperm(9)[:TOKENS] for _ in range(BATCH)]).to(rank.device)
-    starts = torch.tensor([1, 0, 4], device=rank.device)
-    of_table = tables(rank, 9)
-    positions = [
-        (tables(rank, TOKENS), {}),
-        (tables(rank, 1, TOKENS), {}),
-        (tables(rank, BATCH, TOKENS), {}),
-        (of_table, {"position_ids": ids}),
-        (of_table, {"position_ids": ids[0]}),
-        (of_table, {"position_ids": ids[:1]}),
-        (of_table, {"offset": 2}),
-        (of_table, {"offset": starts}),
-        (of_table, {"offset": starts[:1]}),
-    ]
-    whole = [Replicate()]
-    for (cos_sin, options), heads_dim in itertools.product(positions, (1, 2)):
-        q, k = rotary_inputs(rank, heads_dim)
-        weights = [random(rank, DIM) for _ in range(2 * norm)]
-        leaves = [t.clone().requires_grad_() for t in (q, k, *weights)]
-        function = kernel.qk_norm_rotary if norm else kernel.apply_rotary
-        expected = function(*leaves, *cos_sin, heads_dim=heads_dim, **options)
-        grads = [random(rank, *t.shape) for t in expected]
-        torch.autograd.backward(expected, grads)
-        for placement in (Replicate(), Shard(0), Shard(1), Shard(2)):
-            sharded = [distributed(t, mesh, placement).requires_grad_() for t in (q, k)]
-            sharded += [distributed(t, mesh, *whole).requires_grad_() for t in weights]
-            given = [distributed(t, mesh, *whole) for t in cos_sin]
-            others = {
-                n: distributed(t, mesh, *whole) if isinstance(t, torch.Tensor) else t
-                for n, t in options.items()
-            }
-            with CommDebugMode() as mode:
-                outs = function(*sharded, *given, heads_dim=heads_dim, **others)
-                torch.autograd.backward(outs, [distributed(g, mesh, placement) for g in grads])
-            assert collectives(mode) == {}
-            what = f"{placement} {heads_dim=} {list(options)}"
-            for out, value in zip(outs, expected, strict=True):
-                assert out.placements == (placement,)
-                assert_same_bits(out.full_tensor(), value.detach(), what)
-            for leaf, value in zip(sharded[:2], leaves[:2], strict=True):
-                assert_same_bits(leaf.grad.full_tensor(), value.grad, what)
-            for leaf, value in zip(sharded[2:], leaves[2:], strict=True):
-                torch.testing.assert_close(leaf.grad.full_tensor(), value.grad)
-
-
-def rotary_forms(rank: Rank) -> None:
-    """Packed tokens, one head, no k, in place, and tables that are sharded with the tokens."""
-    kernel, mesh = rank.fuselage, rank.mesh()
-    whole = [Replicate()]
-    q, k = random(rank, TOKENS, HEADS, DIM), random(rank, TOKENS, 2, DIM)
-    cos, sin = tables(rank, 9)
-    ids = torch.tensor([3, 0, 8, 1, 1], device=rank.device)
-    expected = kernel.apply_rotary(q, k, cos, sin, position_ids=ids)
-    given = [distributed(t, mesh, *whole) for t in (cos, sin)]
-    for placement in (Shard(0), Shard(1)):
-        rows = [distributed(t, mesh, placement) for t in (q, k)]
-        outs = kernel.apply_rotary(*rows, *given, position_ids=distributed(ids, mesh, *whole))
-        for out, value in zip(outs, expected, strict=True):
-            assert_same_bits(out.full_tensor(), value, f"packed {placement}")
-    cos, sin = tables(rank, TOKENS)
-    one_head = random(rank, BATCH, TOKENS, DIM)
-    expected = kernel.apply_rotary(one_head, None, cos, sin)
-    for placement, of_tables in ((Shard(0), Replicate()), (Shard(1), Shard(0))):
-        given = [distributed(t, mesh, of_tables) for t in (cos, sin)]
-        with CommDebugMode() as mode:
-            out = kernel.apply_rotary(distributed(one_head, mesh, placement), None, *given)
-        assert collectives(mode) == {}
-        assert_same_bits(out.full_tensor(), expected, f"one head {placement}")
-    q, k = rotary_inputs(rank, 2)
-    expected = kernel.apply_rotary(q.transpose(1, 2), None, cos, sin, heads_dim=1)
-    given = [distributed(t, mesh, *whole) for t in (cos, sin)]
-    out = kernel.apply_rotary(
-        distributed(q, mesh, Shard(0)).transpose(1, 2), None, *given, heads_dim=1
-    )
-    assert out.stride() == expected.stride() != expected.contiguous().stride()
-    assert_same_bits(out.full_tensor(), expected, "transposed heads")
-    expected = kernel.apply_rotary(q, k, cos, sin)
-    for placement in (Shard(0), Shard(1), Shard(2)):
-        rows = [distributed(t.clone(), mesh, placement) for t in (q, k)]
-        kernel.apply_rotary_(*rows, *(distributed(t, mesh, *whole) for t in (cos, sin)))
-        for t, value in zip(rows, expected, strict=True):
-            assert_same_bits(t.full_tensor(), value, f"in place {placement}")
-
-
-def context_parallel(rank: Rank) -> None:
-    """Attention over a ring of sequence shards: each rank's part of a block needs nothing else."""
-    kernel, mesh = rank.fuselage, rank.mesh()
-    x, weight = random(rank, 2, 12, HEADS * DIM), random(rank, HEADS * DIM)
-    cos, sin = tables(rank, 12)
-
-    def block(x, weight, cos, sin):
-        heads = kernel.rms_norm(x, weight).unflatten(-1, (HEADS, DIM))
-        q, k = kernel.apply_rotary(heads, heads, cos, sin)
-        return kernel.swiglu(q, k)
-
-    leaf, sharded = x.clone().requires_grad_(), distributed(x, mesh, Shard(1)).requires_grad_()
-    expected = block(leaf, weight, cos, sin)
-    expected.sum().backward()
-    given = [distributed(weight, mesh, Replicate())]
-    given += [distributed(t, mesh, Shard(0)) for t in (cos, sin)]  # of the rank's positions
-    with CommDebugMode() as mode:
-        out = block(sharded, *given)
-        out.backward(torch.ones_like(out))
-    assert collectives(mode) == {}
-    assert_same_bits(out.full_tensor(), expected.detach(), "out")
-    assert_same_bits(sharded.grad.full_tensor(), leaf.grad, "gradient")
-
-
-@pytest.mark.parametrize("norm", [False, True], ids=["apply_rotary", "qk_norm_rotary"])
-def test_rotary(ranks, norm):
-    ranks.run(rotary, norm)
-
-
-@pytest.mark.parametrize("case", [rotary_forms, context_parallel], ids=lambda case: case.__name__)
-def test_positions(ranks, case):
     ranks.run(case)
 
 
@@ -567,60 +415,3 @@ def test_the_examples_of_the_page_run(ranks):
     text = (REPO_DIR / "docs/distributed.md").read_text("utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     ranks.run(page, blocks[:3])
-
-
-# Who has no DTensor.
-
-LOADS = """
-import sys, torch
-from kernels import get_kernel
-fuselage = get_kernel("fuselage-kernels/fuselage", version=1, backend=BACKEND)
-fuselage.rms_norm(torch.ones(2, 8, requires_grad=True)).sum().backward()
-for wrong in ("x", [1.0]):
-    try:
-        fuselage.rms_norm(wrong)
-    except TypeError:
-        pass
-loaded = [name for name in sys.modules if name.endswith("._dtensor")]
-assert not loaded, loaded
-assert "torch.distributed.tensor.parallel" not in sys.modules
-"""
-
-
-# Where the first DTensor comes in a traced program, of sizes known only when it runs.
-COMPILES = """
-import torch
-from kernels import get_kernel
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-fuselage = get_kernel("fuselage-kernels/fuselage", version=1, backend=BACKEND)
-store = torch.distributed.HashStore()
-torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-mesh = init_device_mesh("cpu", (1,))
-weight = distribute_tensor(torch.randn(16), mesh, [Replicate()]).requires_grad_()
-graph = torch.compile(fuselage.rms_norm, fullgraph=True, dynamic=True, backend="aot_eager")
-for batch in (2, 3, 5):
-    x = distribute_tensor(torch.randn(batch, 4, 16), mesh, [Shard(1)])
-    out = graph(x, weight)
-    assert out.placements == (Shard(1),)
-    assert out.full_tensor().equal(fuselage.rms_norm(x.full_tensor(), weight.full_tensor()))
-    out.sum().backward()
-    assert weight.grad.placements == (Partial(),)
-torch.distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize("program", [LOADS, COMPILES], ids=["no_dtensors", "compiled_first"])
-@pytest.mark.slow
-def test_a_fresh_process(program):
-    """Without DTensors it loads no rules."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    program = program.replace("BACKEND", repr(kernel_backend()))
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-    )
-    assert result.returncode == 0, result.stderr
