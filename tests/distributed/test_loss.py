@@ -23,32 +23,50 @@ def made(rank: Rank):
     return logits, targets, torch.rand(3, 5, device=rank.device)
 
 
-def rows_that_are_sharded(rank: Rank) -> None:
-    kernel, mesh = rank.fuselage, rank.mesh()
+def rows_that_are_sharded(rank: Rank, *sizes: int) -> None:
+    kernel, mesh = rank.fuselage, rank.mesh(*sizes)
     logits, targets, weights = made(rank)
-    for placement, reduction in itertools.product(PLACEMENTS, ("none", "sum")):
+    all_placements = itertools.product(PLACEMENTS, repeat=mesh.ndim)
+    for placements, reduction in itertools.product(all_placements, ("none", "sum")):
         leaf = logits.clone().requires_grad_()
         options = {"reduction": reduction, "label_smoothing": 0.1}
         expected = kernel.cross_entropy(leaf, targets, token_weights=weights, **options)
         expected.backward(torch.ones_like(expected))
-        sharded = distributed(logits, mesh, placement).requires_grad_()
-        others = [distributed(t, mesh, placement) for t in (targets, weights)]
+        sharded = distributed(logits, mesh, *placements).requires_grad_()
+        others = [distributed(t, mesh, *placements) for t in (targets, weights)]
         with CommDebugMode() as collectives:
             loss = kernel.cross_entropy(sharded, others[0], token_weights=others[1], **options)
             loss.backward(distributed(torch.ones_like(expected), mesh, *_of(loss)))
-        assert not collectives.get_total_counts(), (placement, reduction)
+        assert not collectives.get_total_counts(), (placements, reduction)
         if reduction == "none":
-            assert loss.placements == (placement,)
+            assert loss.placements == placements
             assert_same_bits(loss.full_tensor(), expected.detach(), "loss")
         else:
-            assert loss.placements == (Replicate() if placement == Replicate() else Partial(),)
+            summed = tuple(p if p == Replicate() else Partial() for p in placements)
+            assert loss.placements == summed
             torch.testing.assert_close(loss.full_tensor(), expected.detach())
-        assert sharded.grad.placements == (placement,)
+        assert sharded.grad.placements == placements
         assert_same_bits(sharded.grad.full_tensor(), leaf.grad, "gradient")
 
 
 def _of(loss):
     return [Replicate() if p == Partial() else p for p in loss.placements]
+
+
+def sums_of_ignored_rows(rank: Rank) -> None:
+    """A rank all of whose targets are ignored adds zeros to the gradient of a weight."""
+    kernel, mesh = rank.fuselage, rank.mesh()
+    x, weight = normal((2 * rank.count, 40), torch.float32, rank.device), torch.ones(40)
+    targets = torch.randint(40, (2 * rank.count,), device=rank.device)
+    targets[:3] = -100  # all of the first rank, and one of the second
+    leaf = weight.to(rank.device).requires_grad_()
+    kernel.cross_entropy(kernel.rms_norm(x, leaf), targets, reduction="sum").backward()
+    shared = distributed(leaf.detach(), mesh, Replicate()).requires_grad_()
+    logits = kernel.rms_norm(distributed(x, mesh, Shard(0)), shared)
+    kernel.cross_entropy(logits, distributed(targets, mesh, Shard(0)), reduction="sum").backward()
+    assert shared.grad.placements == (Partial(),)
+    assert shared.grad.to_local().any() == (rank.index > 0)
+    torch.testing.assert_close(shared.grad.full_tensor(), leaf.grad)
 
 
 def log_probs_of_rows(rank: Rank) -> None:
@@ -92,8 +110,13 @@ def what_is_refused(rank: Rank) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [rows_that_are_sharded, log_probs_of_rows, what_is_refused],
+    [rows_that_are_sharded, sums_of_ignored_rows, log_probs_of_rows, what_is_refused],
     ids=lambda f: f.__name__,
 )
 def test_loss(ranks, function):
     ranks.run(function)
+
+
+def test_a_mesh_of_two_dimensions(ranks):
+    if ranks.count == 4:
+        ranks.run(rows_that_are_sharded, 2, 2)

@@ -7,6 +7,7 @@ call. Gradients of what all rows share come back as partial sums of the ranks.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import torch
 from harness import (
@@ -21,7 +22,7 @@ from harness import (
     terms_of_gradients,
 )
 from operators import OPERATORS
-from ranks import Rank, distributed
+from ranks import Rank, collectives, distributed
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -96,6 +97,54 @@ def check(rank: Rank, name: str, style: str, dtype: torch.dtype, sizes: tuple) -
         with torch.no_grad():
             for name, out in op.run(rank.fuselage, sharded, options).items():
                 assert_same_bits(out.to_local(), outputs[name].to_local(), f"{name}, no gradient")
+
+
+def check_parts(rank: Rank, name: str, dtype: torch.dtype) -> None:
+    """Rows that are parts of sums, alone and beside others, are summed up where those are."""
+    op, mesh = BY_NAME[name], rank.mesh()
+    style = next(iter(op.styles))
+    inputs, options = op.inputs(SHAPE, dtype, rank.device, style), op.options(style)
+    for row in op.row_inputs:
+        inputs[row] = (inputs[row] * 8).round()  # so that the sums of the parts are exact
+    leaves = {
+        n: t.clone().requires_grad_() if isinstance(t, torch.Tensor) else t
+        for n, t in inputs.items()
+    }
+    expected = op.run(rank.fuselage, leaves, options)
+    grad_outs = random_grad_outs(expected)
+    torch.autograd.backward(list(expected.values()), list(grad_outs.values()))
+    sums = reference_gradients(op, inputs, options, grad_outs)
+    terms = terms_of_gradients(op, inputs, options, grad_outs)
+    first, *others = op.row_inputs
+    for beside in (Partial(), Replicate(), Shard(0), Shard(1))[: 4 if others else 1]:
+        sharded = leaves_of(op, inputs, mesh, (beside,))
+        sharded[first] = distributed(inputs[first], mesh, Partial()).requires_grad_()
+        with CommDebugMode() as mode:
+            outputs = op.run(rank.fuselage, sharded, options)
+        target = beside if isinstance(beside, Shard) else Replicate()
+        parts = len(op.row_inputs) if beside == Partial() else 1
+        collective = "reduce_scatter_tensor" if isinstance(beside, Shard) else "all_reduce"
+        assert collectives(mode) == {collective: parts}
+        for key, out in outputs.items():
+            assert out.placements == (target,)
+            assert_same_bits(out.full_tensor(), expected[key], f"{key} beside {beside}")
+        grads = [distributed(t, mesh, target) for t in grad_outs.values()]
+        wanted = [n for n, t in sharded.items() if isinstance(t, DTensor)]
+        with CommDebugMode() as backward:
+            found = torch.autograd.grad(list(outputs.values()), [sharded[n] for n in wanted], grads)
+        assert Counter(collectives(backward)) <= Counter(collectives(mode))  # of what it needs
+        for key, gradient in zip(wanted, found, strict=True):
+            assert key not in op.row_inputs or gradient.placements == (target,)
+            if Partial() in gradient.placements:
+                check_sum(key, gradient, sums[key], terms.get(key, sums[key].abs()))
+            elif not gradient.full_tensor().equal(leaves[key].grad):  # zeros of either sign
+                assert_same_bits(gradient.full_tensor(), leaves[key].grad, f"grad_{key}")
+
+
+@each_operator(OPERATORS)
+def test_parts_of_sums(ranks, op):
+    for dtype in (torch.float32, torch.bfloat16):
+        ranks.run(check_parts, op.name, dtype)
 
 
 @each_operator(OPERATORS)

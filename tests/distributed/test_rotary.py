@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import assert_same_bits
 from ranks import Rank, collectives, distributed, random
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 BATCH, TOKENS, HEADS, DIM = 3, 5, 6, 8
@@ -129,5 +129,29 @@ def test_rotary_on_a_mesh_of_two_dimensions(ranks, norm):
         ranks.run(rotary, norm, (2, 2))
 
 
-def test_forms(ranks):
-    ranks.run(rotary_forms)
+def parts_beside_shards(rank: Rank) -> None:
+    """Queries that are parts of sums go to where the keys are, and so do both gradients."""
+    kernel, mesh = rank.fuselage, rank.mesh()
+    q, k = (t.round() for t in rotary_inputs(rank, 2))  # so that the sums of the parts are exact
+    given = [*(random(rank, DIM) for _ in range(2)), *tables(rank, TOKENS)]
+    leaves = [t.clone().requires_grad_() for t in (q, k)]
+    expected = kernel.qk_norm_rotary(*leaves, *given)
+    grads = [random(rank, *t.shape) for t in expected]
+    torch.autograd.backward(expected, grads)
+    given = [distributed(t, mesh, Replicate()) for t in given]
+    for placement in (Shard(0), Shard(1), Shard(2)):
+        rows = [distributed(t, mesh, p) for t, p in ((q, Partial()), (k, placement))]
+        rows = [t.requires_grad_() for t in rows]
+        outs = kernel.qk_norm_rotary(*rows, *given)
+        found = torch.autograd.grad(outs, rows, [distributed(g, mesh, placement) for g in grads])
+        for out, value in zip(outs, expected, strict=True):
+            assert out.placements == (placement,)
+            assert_same_bits(out.full_tensor(), value.detach(), "out")
+        for gradient, leaf in zip(found, leaves, strict=True):
+            assert gradient.placements == (placement,)
+            assert_same_bits(gradient.full_tensor(), leaf.grad, "gradient")
+
+
+@pytest.mark.parametrize("case", [rotary_forms, parts_beside_shards], ids=lambda c: c.__name__)
+def test_forms(ranks, case):
+    ranks.run(case)

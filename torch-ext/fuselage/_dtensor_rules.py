@@ -101,8 +101,8 @@ _PLANS = 4096  # that are kept
 class Rule:
     """What the arguments of an op are, by their names.
 
-    `rows` are sharded alike. In a backward, whose first rows are those of the forward, all others
-    go to the placements of these.
+    `rows` are sharded alike. In a backward, gradients among them go to where those of the forward
+    are.
     """
 
     rows: tuple[str, ...]
@@ -194,10 +194,12 @@ class Rule:
     def targets(self, call: Call) -> Targets:
         """Where the rows go, for each dimension of the mesh."""
         given = list(call.given(*self.rows))
+        # A forward may have moved one of its rows to where another is: both decide again.
+        of_forward = [(n, t) for n, t in given if not n.startswith("grad_")] or given[:1]
         targets = []
         for index in range(given[0][1].device_mesh.ndim):
             shards = {}
-            for other, t in given[:1] if self.backward else given:
+            for other, t in of_forward if self.backward else given:
                 placement = t.placements[index]
                 if isinstance(placement, Shard):
                     if placement.dim not in self.dims(call, t):
