@@ -105,6 +105,11 @@ CASES = {
         lambda x: F.cross_entropy(x, targets_of(x), reduction="none"),
         [(64, 1000)],
     ),
+    "linear_loss": (
+        lambda k, x, w: k.linear_cross_entropy(x, w, targets_of(x), reduction="none").to(x.dtype),
+        lambda x, w: F.cross_entropy(x @ w.T, targets_of(x), reduction="none"),
+        [(64, 128), (1000, 128)],
+    ),
 }
 
 

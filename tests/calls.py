@@ -53,12 +53,18 @@ def _sampling(name: str, dtype, device) -> dict:
 
 
 def _loss(name: str, dtype, device) -> dict:
-    call = {
-        "logits": normal((2, 3, 8), dtype, device),
-        "targets": torch.tensor([[0, 6, 3], [2, 2, 5]], device=device),
-        "logit_softcap": 20.0,
-    }
-    if name == "log_probs":
+    if name.startswith("linear_"):
+        given = {
+            "hidden": normal((2, 3, 16), dtype, device),
+            "weight": normal((8, 16), dtype, device),
+            "bias": normal((8,), dtype, device),
+            "max_workspace": 256,
+        }
+    else:
+        given = {"logits": normal((2, 3, 8), dtype, device)}
+    targets = torch.tensor([[0, 6, 3], [2, 2, 5]], device=device)
+    call = {**given, "targets": targets, "logit_softcap": 20.0}
+    if name.endswith("log_probs"):
         asked = ("return_entropy", "return_log_sum_exp", "return_is_greatest")
         return {**call, "temperature": 0.5, **dict.fromkeys(asked, True)}
     weights = normal((2, 3), torch.float32, device)
@@ -71,7 +77,7 @@ def call_of(name: str, dtype: torch.dtype, device: str) -> dict:
     shape = (2, 3, 8)
     if name in ("lm_head_sample", "lm_head_sample_shard", "gumbel_sample"):
         return _sampling(name, dtype, device)
-    if name in ("cross_entropy", "log_probs"):
+    if name.endswith(("cross_entropy", "log_probs")):
         return _loss(name, dtype, device)
     if name == "qk_norm_rotary":
         return _qk_norm_rotary(dtype, device)

@@ -193,7 +193,7 @@ void cross_entropy() {
   cpu::cross_entropy_forward(p, 0, rows);
 
   LossBackward b{};
-  b.in = p.in, b.inv_temperature = 1, b.statistics = p.statistics;
+  b.in = p.in, b.full_vocab = p.in.vocab, b.inv_temperature = 1, b.statistics = p.statistics;
   b.grad_loss = floats(grad_loss), b.grad_per_row = true;
   b.smoothing = p.smoothing, b.square_scale = p.square_scale;
   b.grad_logits = grad_logits.data(), b.grad_stride = dim;
@@ -219,7 +219,8 @@ void log_probs() {
   cpu::log_probs_finish(p, of_rows.data());
 
   LossBackward b{};
-  b.in = p.in, b.inv_temperature = p.inv_temperature, b.statistics = p.statistics;
+  b.in = p.in, b.full_vocab = p.in.vocab, b.inv_temperature = p.inv_temperature;
+  b.statistics = p.statistics;
   b.grad_log_probs = floats(grads[0]), b.grad_entropy = floats(grads[1]);
   b.grad_log_sum_exp = floats(grads[2]), b.entropy = p.entropy;
   b.grad_logits = grad_logits.data(), b.grad_stride = dim;

@@ -771,12 +771,47 @@ def _loss_samples(kernel, device):
             yield ops.log_probs_fwd.default, (logits, targets, *temperature, entropy)
 
 
+def _linear_loss_samples(kernel, device):
+    """Of the losses of a head."""
+    ops = kernel.loss.ops
+    targets = torch.tensor([3, 0, -100, 7, 2, 2], device=device)
+    weights, of_rows = (torch.rand(6, device=device) for _ in range(2))
+    statistics = torch.rand((6, 2), device=device) + 2
+    for dtype, number in ((torch.float32, 0), (torch.bfloat16, 2)):
+        hidden, weight = normal((6, 16), dtype, device), normal((9, 16), dtype, device)
+        bias = normal((9,), dtype, device) if number else None
+        head, needs = (hidden, weight, bias, targets), (True, True, bias is not None)
+        options, temperature = (number, -100, 0.1, 0.01, 5.0), (0.7, None, -100)
+        count = torch.ones(1 if number else 0, device=device)
+        grad = torch.ones((), device=device) if number else weights
+        logits = ops.head_logits.default(hidden, weight, bias)
+        yield ops.head_logits.default, (hidden, weight, bias)
+        factors = (weights, 0.1, 0.01, None, None, None, None, 1.0, None, -100, 2, 20)
+        yield ops.loss_columns_bwd_.default, (logits, targets, statistics, *factors)
+        yield ops.linear_cross_entropy.default, (*head, weights, *options, 512)
+        yield ops.linear_log_probs.default, (*head, *temperature, bool(number), 512)
+        saved = (weights, grad, statistics, count)
+        yield ops.linear_cross_entropy_bwd.default, (*head, *saved, *options, 512, *needs)
+        saved = (weights, of_rows, None, of_rows, statistics)
+        yield ops.linear_log_probs_bwd.default, (*head, *saved, *temperature, 512, *needs)
+        for requires_grad in (False, True):
+            given = (hidden.clone().requires_grad_(requires_grad), *head[1:])
+            yield ops.linear_cross_entropy_fwd.default, (*given, weights, *options, 512)
+            yield ops.linear_log_probs_fwd.default, (*given, *temperature, bool(number), 512)
+
+
 CROSS_ENTROPY = dataclasses.replace(
     LM_HEAD_SAMPLE,
     name="cross_entropy",
     row_inputs=("logits",),
     outputs=("loss",),
     samples=_loss_samples,
+)
+LINEAR_CROSS_ENTROPY = dataclasses.replace(
+    LM_HEAD_SAMPLE,
+    name="linear_cross_entropy",
+    outputs=("loss",),
+    samples=_linear_loss_samples,
 )
 
 OPERATORS = (
@@ -798,5 +833,7 @@ OPERATORS = (
 
 # Everything that has samples for opcheck.
 SAMPLED = tuple(
-    op for op in (*OPERATORS, APPLY_ROTARY, LM_HEAD_SAMPLE, CROSS_ENTROPY) if op.samples is not None
+    op
+    for op in (*OPERATORS, APPLY_ROTARY, LM_HEAD_SAMPLE, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY)
+    if op.samples is not None
 )

@@ -38,6 +38,8 @@ FUNCTIONS = (
     "grouped_poly_norm",
     "gumbel_sample",
     "layer_norm",
+    "linear_cross_entropy",
+    "linear_log_probs",
     "lm_head_sample",
     "lm_head_sample_shard",
     "log_probs",
@@ -213,8 +215,14 @@ NOT_AN_EPS = (math.nan, math.inf, -math.inf, -1e-6, 1e300)
         ),
         ("swiglu_clamped", "limit", (math.nan, -1.0)),
         ("grouped_poly_norm", "hidden_clamp", (math.nan, -1.0)),
-        ("cross_entropy", "label_smoothing", (math.nan, -0.1, 1.1)),
-        ("cross_entropy", "lse_square_scale", (math.nan, math.inf, 1e300)),
+        *(
+            (name, *numbers)
+            for name in ("cross_entropy", "linear_cross_entropy")
+            for numbers in (
+                ("label_smoothing", (math.nan, -0.1, 1.1)),
+                ("lse_square_scale", (math.nan, math.inf, 1e300)),
+            )
+        ),
     ],
 )
 @with_gradients

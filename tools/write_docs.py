@@ -36,6 +36,7 @@ FAMILIES = {
     "rope": "Rotary embedding",
     "sampling": "Sampling",
     "loss": "Loss",
+    "linear_loss": "Loss of a head",
     "modules": "Modules",
     "layers": "Hub layers",
     "distributed": "Many GPUs",

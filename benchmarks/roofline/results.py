@@ -125,7 +125,7 @@ def save(path: Path, results: dict) -> None:
 
 def stored_files(folder: Path = FOLDER) -> list[Path]:
     """All results of operators, GPUs first."""
-    others = ("end_to_end_", "load_time_", "sequence_parallel_")
+    others = ("end_to_end_", "linear_loss_", "load_time_", "sequence_parallel_")
     found = [path for path in folder.glob("*.json") if not path.name.startswith(others)]
     return sorted(found, key=lambda path: (path.name.startswith("cpu-"), path.name))
 

@@ -82,6 +82,17 @@ def sequence_parallel() -> str:
     return "\n\n".join(parts)
 
 
+def linear_loss() -> str:
+    """Markdown for every device: the loss of a head."""
+    from ..linear_loss import table
+
+    parts = []
+    for path in sorted(results.FOLDER.glob("linear_loss_*.json")):
+        stored = results.load(path)
+        parts += [_title(stored, list(stored["cases"].values())), table(stored["cases"])]
+    return "\n\n".join(parts)
+
+
 def _title(stored: dict, records: list[dict]) -> str:
     environment = stored["environment"]
     packages = {"Torch": "torch", "Triton": "triton", "Liger": "liger-kernel"}
@@ -206,7 +217,11 @@ def tuning(folder: Path = REPO / "torch-ext/fuselage/tuning") -> str:
 PAGES = {
     REPO / "docs/tuning.md": {"tuning": tuning},
     REPO / "docs/distributed.md": {"sequence_parallel": sequence_parallel},
-    REPO / "docs/benchmarks.md": {"results": summary, "models": model_summary},
+    REPO / "docs/benchmarks.md": {
+        "results": summary,
+        "linear_loss": linear_loss,
+        "models": model_summary,
+    },
     results.FOLDER / "README.md": {"results": details, "models": model_details},
 }
 

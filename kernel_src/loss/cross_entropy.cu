@@ -208,8 +208,8 @@ __device__ __forceinline__ GradientFactors factors_of(const LossBackward& p, int
                                                       const RowStatistics& statistics) {
   const int64_t target = target_of(p.in, row);
   GradientFactors f{0.0f, 0.0f, 0.0f, 0.0f, -1};
-  if (target >= 0 && target < p.in.vocab) {
-    f.target = static_cast<int>(target);
+  if (target >= 0 && target < p.full_vocab) {
+    f.target = static_cast<int>(target - p.first_column);
   } else {
     f.offset = not_a_number();
   }
@@ -220,7 +220,7 @@ __device__ __forceinline__ GradientFactors factors_of(const LossBackward& p, int
     f.of_prob = grad;
     if (p.square_scale != 0.0f) f.of_prob += 2.0f * grad * p.square_scale * log_sum_exp;
     f.of_target = grad * (1.0f - p.smoothing);
-    f.offset += grad * p.smoothing / static_cast<float>(p.in.vocab);
+    f.offset += grad * p.smoothing / static_cast<float>(p.full_vocab);
   } else {
     const float of_log_prob = value_at(p.grad_log_probs, row, 0.0f);
     const float of_entropy = value_at(p.grad_entropy, row, 0.0f);

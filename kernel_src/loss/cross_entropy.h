@@ -89,6 +89,8 @@ struct LossBackward {
   const float* entropy;  // where there is grad_entropy
   void* grad_logits;     // [rows, vocab], which may be `logits`
   int64_t grad_stride;
+  // The columns given are those from `first_column` on, of `full_vocab`.
+  int64_t first_column, full_vocab;
 };
 
 namespace gpu {

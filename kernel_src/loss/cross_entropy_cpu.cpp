@@ -194,7 +194,7 @@ static LossFactors loss_factors(const LossBackward& p, int64_t row) {
   float of_prob = grad;
   if (p.square_scale != 0) of_prob += 2 * grad * p.square_scale * log_sum_exp;
   return {of_prob, 0, grad * (1 - p.smoothing),
-          grad * p.smoothing / static_cast<float>(p.in.vocab)};
+          grad * p.smoothing / static_cast<float>(p.full_vocab)};
 }
 
 template <class T>
@@ -203,7 +203,7 @@ static void loss_backward_row(const LossBackward& p, int64_t row) {
   if (!loss_is_counted(p.in, row)) return set_zero(target_row, p.in.vocab);
   const RowStatistics statistics = p.statistics[row];
   const LossFactors f = loss_factors(p, row);
-  const int64_t target = loss_target(p.in, row);
+  const int64_t target = loss_target(p.in, row) - p.first_column;
   const float softcap = p.in.softcap;
   float grads[kLossPiece];
   loss_for_pieces(p.in, row, [&](const float* x, int64_t begin, int64_t size) {

@@ -326,6 +326,7 @@ def refusals(rank: Rank) -> list[tuple[str, str]]:
         lambda: kernel.lm_head_sample_shard(
             t(4, 8), t(100, 8), vocab_offset=0, seed=1, offset=None
         ),
+        lambda: kernel.linear_cross_entropy(t(4, 8), t(100, 8, to=Shard(0)), t(4).long()),
     ]
     messages = []
     with CommDebugMode() as mode:
@@ -389,6 +390,7 @@ REFUSED = [
     "lm_head_sample: `hidden` is Shard(dim=0) over dimension `tp` of the mesh, which must be "
     "Replicate(); redistribute it",
     "lm_head_sample_shard: takes a rank's own tensors; give DTensors to lm_head_sample",
+    "linear_cross_entropy: takes plain tensors; gather what is sharded, as with full_tensor()",
 ]
 
 

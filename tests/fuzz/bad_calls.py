@@ -33,6 +33,7 @@ NUMBERS = {
     "logit_softcap": (0.0, -1.0, NAN),
     "label_smoothing": (-0.1, 1.5, NAN),
     "lse_square_scale": (NAN, INF),
+    "max_workspace": (0, -1),
 }
 # The size of the dimension that these have one element for each of, or one for all.
 PER_ROW = ("temperature", "top_k", "top_p", "min_p", "seed", "offset", "weight_scale")
@@ -47,6 +48,7 @@ TRUTHS = {
     "combine_shard_samples": ("return_logprobs",),
     "cross_entropy": ("inplace_backward",),
     "log_probs": ("return_log_sum_exp", "return_is_greatest"),
+    "linear_log_probs": ("return_log_sum_exp", "return_is_greatest"),
 }
 
 
@@ -120,7 +122,9 @@ def mutations(draw: Draw, name: str, function: Callable, given: dict) -> Iterato
         yield Bad("position_ids", outside, "a position past the end of the table")
     if draw.device == "cpu" and "targets" in tensors and given["targets"].numel():
         outside = given["targets"].clone(memory_format=torch.contiguous_format)
-        outside.view(-1)[-1] = given["logits"].shape[-1]
+        outside.view(-1)[-1] = (
+            given["logits"].shape[-1] if "logits" in given else len(given["weight"])
+        )
         yield Bad("targets", outside, "a target past the end of the vocabulary")
 
 

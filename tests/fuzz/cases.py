@@ -25,8 +25,8 @@ LEFT_OUT = {
 NO_BAD_CALLS = ("ltx_video_rotary_tables",)
 
 TABLES = ("ltx_video_rotary_tables", "wan_rotary_tables")
-LOSSES = ("cross_entropy", "log_probs")
-LOSS_MODULE = "modules.CrossEntropyLoss"
+LOSSES = ("cross_entropy", "log_probs", "linear_cross_entropy", "linear_log_probs")
+LOSS_MODULES = ("modules.CrossEntropyLoss", "modules.LinearCrossEntropyLoss")
 SHARDS = ("lm_head_sample_shard", "combine_shard_samples")
 
 
@@ -43,8 +43,10 @@ def make(draw: Draw, name: str, ordinary: bool):
         return rotary.make(draw, "apply_rotary", in_place=True, ordinary=ordinary)
     if name == "gumbel_sample":
         return sampling.make_gumbel(draw, ordinary=ordinary)
-    if name in LOSSES or name == LOSS_MODULE:
-        return loss.make(draw, name if name in LOSSES else "cross_entropy", ordinary=ordinary)
+    if name in LOSS_MODULES:
+        name = modules.MODULES[name.split(".")[1]][0]
+    if name in LOSSES:
+        return loss.make(draw, name, ordinary=ordinary)
     if name in TABLES:
         return tables.make(draw, name, ordinary=ordinary)
     if name in SHARDS or name == "lm_head_sample":
@@ -64,8 +66,9 @@ def check_valid(kernel, draw: Draw, name: str) -> None:
     elif name == "apply_rotary_":
         written = tuple(n for n in rotary.WRITTEN if call.inputs[n] is not None)
         rows.check_in_place(kernel, draw, name, call, written)
-    elif name == LOSS_MODULE:
-        loss.check_module(kernel, modules.MODULES["CrossEntropyLoss"][1], call)
+    elif name in LOSS_MODULES:
+        module = name.split(".")[1]
+        loss.check_module(kernel, module, modules.MODULES[module][1], call)
     elif name.startswith("modules."):
         modules.check(kernel, draw, name.split(".")[1], call)
     elif name in TABLES:

@@ -30,6 +30,8 @@ class Call:
 
 
 def make(draw: Draw, name: str, *, ordinary: bool = False) -> Call:
+    if name.startswith("linear_"):
+        return _make_linear(draw, name)
     vocab = draw.choice((1, 2, 17, draw.integer(2, 300), draw.integer(2, 3000), 4099))
     lead = [draw.choice((1, 2, 3, draw.integer(1, 9)))]
     if draw.chance(0.3):
@@ -69,25 +71,59 @@ def make(draw: Draw, name: str, *, ordinary: bool = False) -> Call:
     return Call(name, given, is_special)
 
 
+def _make_linear(draw: Draw, name: str) -> Call:
+    """The same of a head."""
+    call = make(draw, name.removeprefix("linear_"), ordinary=True)
+    logits, dim = call.given.pop("logits"), draw.choice((1, 8, 40, draw.integer(1, 70)))
+    vocab, dtype = logits.shape[-1], logits.dtype
+    given = {
+        "hidden": draw.lay_out("hidden", normal((*logits.shape[:-1], dim), dtype, "cpu")),
+        "weight": draw.lay_out("weight", normal((vocab, dim), dtype, "cpu", scale=dim**-0.5)),
+        **call.given,
+    }
+    if draw.chance(0.3):
+        bias = normal((vocab,), draw.choice((dtype, torch.float32)), "cpu")
+        given["bias"] = draw.lay_out("bias", bias)
+    if draw.chance(0.5):
+        given["max_workspace"] = draw.choice((1, 4096, 1 << 20))
+    return Call(name, given)
+
+
+def _exact_logits(given: dict) -> Tensor:
+    """In float64, with a gradient to be read."""
+    if "logits" in given:
+        return given["logits"].detach().cpu().double().requires_grad_()
+    hidden, weight = (given[name].detach().cpu().double() for name in ("hidden", "weight"))
+    logits = hidden @ weight.T
+    if "bias" in given:
+        logits = logits + given["bias"].cpu().double()
+    return logits.requires_grad_()
+
+
 def check(kernel, draw: Draw, call: Call) -> None:
     given = call.given
-    leaf = given["logits"].detach().requires_grad_()
-    exact = given["logits"].detach().cpu().double().requires_grad_()
-    others = {n: v for n, v in given.items() if n != "logits"}
+    main = next(iter(given))
+    leaf = given[main].detach().requires_grad_()
+    exact = _exact_logits(given)
+    others = {n: v for n, v in given.items() if n != main}
     with valid_call("forward"):
         found = getattr(kernel, call.name)(leaf, **others)
         with torch.no_grad():
             again = getattr(kernel, call.name)(leaf, **others)
     of_cpu = {n: v.cpu() if isinstance(v, Tensor) else v for n, v in others.items()}
-    expected = getattr(reference, call.name)(exact, **of_cpu)
-    if call.name == "cross_entropy":
+    of_cpu = {n: v for n, v in of_cpu.items() if n not in ("weight", "bias", "max_workspace")}
+    expected = getattr(reference, call.name.removeprefix("linear_"))(exact, **of_cpu)
+    is_loss = call.name.endswith("cross_entropy")
+    if is_loss:
         found, again, expected = (found,), (again,), (expected,)
-    names = ("loss",) if call.name == "cross_entropy" else kernel.LogProbs._fields
+    names = ("loss",) if is_loss else kernel.LogProbs._fields
     grads, sources = [], []
     for name, value, repeated, wanted in zip(names, found, again, expected, strict=True):
         if value is None:
             continue
         same_bits(repeated, value.detach(), name, "not the same bits without gradients")
+        if value.dtype == torch.bool and main == "hidden":
+            continue  # of logits that are equal, one may be rounded up
         if value.dtype == torch.bool:
             if not call.is_special and not torch.equal(value.cpu(), wanted):
                 raise Failure("a wrong value", f"{name}: {value.tolist()}, not {wanted.tolist()}")
@@ -101,19 +137,41 @@ def check(kernel, draw: Draw, call: Call) -> None:
         [w for _, w in sources], exact, [g.cpu().double() for g in grads]
     )
     largest = max((g.abs().max().item() for g in grads if g.numel()), default=0.0)
+    if main == "hidden":
+        _check_hidden(given, ours, theirs, largest)
+        return
     _check(call, "gradient", ours, theirs, leaf.dtype, largest)
 
 
-def check_module(kernel, options: tuple[str, ...], call: Call) -> None:
-    """`modules.CrossEntropyLoss` has the bits of the function."""
+def _check_hidden(given: dict, ours: Tensor, of_logits: Tensor, scale: float) -> None:
+    """Within the noise and a rounding of each logit's gradient, of which it is a product, and its
+    own rounding."""
+    weight, dtype = given["weight"].detach().cpu().double(), ours.dtype
+    weights = given.get("token_weights")
+    if weights is not None and weights.numel():
+        scale *= max(1.0, weights.abs().max().item())
+    scale *= (1 + 3 / given.get("temperature", 1.0)) ** 2
+    rounding = half_an_ulp(of_logits, dtype) if dtype != torch.float32 else 0.0
+    noise = NOISE * (FAR * scale + of_logits.abs()) + rounding
+    exact = of_logits @ weight
+    error = (ours.cpu().double() - exact).abs()
+    bound = noise @ weight.abs() + half_an_ulp(exact, dtype)
+    if not (error <= bound).all():
+        worst = (error / bound).max().item()
+        raise Failure("a wrong gradient", f"of hidden, {worst:.3g} times the bound")
+
+
+def check_module(kernel, name: str, options: tuple[str, ...], call: Call) -> None:
+    """The module has the bits of the function."""
     given = {n: v for n, v in call.given.items() if n in options}
     tensors = {n: v for n, v in call.given.items() if n not in options}
     results = []
-    with valid_call("modules.CrossEntropyLoss"):
-        module = kernel.modules.CrossEntropyLoss(**given)
-        for function, extra in ((module, {}), (kernel.cross_entropy, given)):
-            leaf = tensors["logits"].detach().requires_grad_()
-            loss = function(**{**tensors, "logits": leaf}, **extra)
+    main = next(iter(call.given))
+    with valid_call(f"modules.{name}"):
+        module = getattr(kernel.modules, name)(**given)
+        for function, extra in ((module, {}), (getattr(kernel, call.name), given)):
+            leaf = tensors[main].detach().requires_grad_()
+            loss = function(**{**tensors, main: leaf}, **extra)
             results.append((loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]))
     for label, ours, theirs in zip(("loss", "gradient"), *results, strict=True):
         same_bits(ours, theirs, f"the module's {label}", "a wrong value")

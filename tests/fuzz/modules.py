@@ -10,6 +10,10 @@ from .judge import same_bits, valid_call
 from .rows import Call
 
 # Class -> the function, and what of the function's arguments the constructor takes.
+LOSS_OPTIONS = (
+    *("ignore_index", "reduction", "label_smoothing", "lse_square_scale"),
+    "logit_softcap",
+)
 MODULES = {
     "RMSNorm": ("rms_norm", ("eps", "weight_offset", "cast_before_weight", "out_dtype")),
     "FusedAddRMSNorm": (
@@ -25,13 +29,9 @@ MODULES = {
     "GroupedPolyNorm": ("grouped_poly_norm", ("eps", "hidden_clamp", "mul_first")),
     "SiluAndMul": ("silu_and_mul", ()),
     "GeluAndMul": ("gelu_and_mul", ()),
-    "CrossEntropyLoss": (
-        "cross_entropy",  # whose cases are those of loss.py
-        (
-            *("ignore_index", "reduction", "label_smoothing", "lse_square_scale"),
-            "logit_softcap",
-        ),
-    ),
+    # Whose cases are those of loss.py.
+    "CrossEntropyLoss": ("cross_entropy", LOSS_OPTIONS),
+    "LinearCrossEntropyLoss": ("linear_cross_entropy", (*LOSS_OPTIONS, "max_workspace")),
 }
 
 

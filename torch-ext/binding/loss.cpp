@@ -193,6 +193,7 @@ void run_backward(Given& given, LossBackward& p, const Tensor& statistics,
                   const Tensor& grad_logits, int64_t grad_stride) {
   if (is_nothing(given.logits, given.in.rows, given.in.vocab)) return;
   p.in = given.in;
+  if (p.full_vocab == 0) p.full_vocab = p.in.vocab;
   p.statistics = static_cast<const RowStatistics*>(statistics.const_data_ptr());
   p.grad_logits = grad_logits.mutable_data_ptr();
   p.grad_stride = grad_stride;
@@ -322,6 +323,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> log_probs_fwd(
   return {r.log_probs, r.entropy, r.log_sum_exp, r.is_greatest, r.statistics};
 }
 
+// The gradients of the results of log_probs, adjacent.
+struct LogProbsGradients {
+  OptionalTensor of_log_probs, of_entropy, of_log_sum_exp;
+
+  LogProbsGradients(const Given& given, const OptionalTensor& grad_log_probs,
+                    const OptionalTensor& grad_entropy, const OptionalTensor& grad_log_sum_exp,
+                    const OptionalTensor& entropy, LossBackward& p)
+      : of_log_probs(
+            check_floats_of_rows(given.op, "grad_log_probs", grad_log_probs, given.logits)),
+        of_entropy(check_floats_of_rows(given.op, "grad_entropy", grad_entropy, given.logits)),
+        of_log_sum_exp(
+            check_floats_of_rows(given.op, "grad_log_sum_exp", grad_log_sum_exp, given.logits)) {
+    if (of_entropy.has_value()) {
+      FUSELAGE_CHECK(given.op, entropy.has_value(),
+                     "`entropy` must be what the forward returned, got None");
+      check_saved(given.op, "entropy", *entropy, given.in.rows, given.logits, "logits", "float32 [",
+                  given.in.rows, "]");
+      p.entropy = floats_in(entropy);
+    }
+    p.grad_log_probs = floats_in(of_log_probs);
+    p.grad_entropy = floats_in(of_entropy);
+    p.grad_log_sum_exp = floats_in(of_log_sum_exp);
+  }
+};
+
 Tensor log_probs_bwd(const OptionalTensor& grad_log_probs, const OptionalTensor& grad_entropy,
                      const OptionalTensor& grad_log_sum_exp, const Tensor& logits,
                      const Tensor& targets, const OptionalTensor& entropy, const Tensor& statistics,
@@ -332,24 +358,41 @@ Tensor log_probs_bwd(const OptionalTensor& grad_log_probs, const OptionalTensor&
   p.inv_temperature = check_temperature(op, temperature);
   Given given = check(op, logits, targets, ignore_index, logit_softcap);
   check_statistics(op, statistics, logits);
-  const OptionalTensor of_log_probs =
-      check_floats_of_rows(op, "grad_log_probs", grad_log_probs, logits);
-  const OptionalTensor of_entropy = check_floats_of_rows(op, "grad_entropy", grad_entropy, logits);
-  const OptionalTensor of_sums =
-      check_floats_of_rows(op, "grad_log_sum_exp", grad_log_sum_exp, logits);
-  if (of_entropy.has_value()) {
-    FUSELAGE_CHECK(op, entropy.has_value(),
-                   "`entropy` must be what the forward returned, got None");
-    check_saved(op, "entropy", *entropy, given.in.rows, logits, "logits", "float32 [",
-                given.in.rows, "]");
-    p.entropy = floats_in(entropy);
-  }
-  p.grad_log_probs = floats_in(of_log_probs);
-  p.grad_entropy = floats_in(of_entropy);
-  p.grad_log_sum_exp = floats_in(of_sums);
+  const LogProbsGradients gradients(given, grad_log_probs, grad_entropy, grad_log_sum_exp, entropy,
+                                    p);
   const Tensor grad_logits = empty_like(logits, logits.scalar_type());
   run_backward(given, p, statistics, grad_logits, given.in.vocab);
   return grad_logits;
+}
+
+// The backward of either loss for some of the columns, `vocab` in all, from `first_column` on,
+// written over the logits. `grad_loss`: of each row's cross-entropy; without it, of log_probs.
+void loss_columns_bwd_(const Tensor& logits, const Tensor& targets, const Tensor& statistics,
+                       const OptionalTensor& grad_loss, double label_smoothing,
+                       double lse_square_scale, const OptionalTensor& grad_log_probs,
+                       const OptionalTensor& grad_entropy, const OptionalTensor& grad_log_sum_exp,
+                       const OptionalTensor& entropy, double temperature,
+                       std::optional<double> logit_softcap, int64_t ignore_index,
+                       int64_t first_column, int64_t vocab) {
+  const char* op = "loss_columns_bwd_";
+  LossBackward p{};
+  p.inv_temperature = check_temperature(op, temperature);
+  Given given = check(op, logits, targets, ignore_index, logit_softcap);
+  check_statistics(op, statistics, logits);
+  FUSELAGE_CHECK(op, first_column >= 0 && first_column + given.in.vocab <= vocab,
+                 "`logits` must be columns of ", vocab, ", got ", shape_of(logits), " from ",
+                 first_column);
+  const LogProbsGradients gradients(given, grad_log_probs, grad_entropy, grad_log_sum_exp, entropy,
+                                    p);
+  const OptionalTensor of_loss = check_floats_of_rows(op, "grad_loss", grad_loss, logits);
+  p.grad_loss = floats_in(of_loss);
+  p.grad_per_row = true;
+  p.smoothing = static_cast<float>(label_smoothing);
+  p.square_scale = static_cast<float>(lse_square_scale);
+  p.first_column = first_column;
+  p.full_vocab = vocab;
+  const int64_t stride = check_written_rows(op, "logits", logits, "a copy");
+  run_backward(given, p, statistics, logits, stride);
 }
 
 }  // namespace
@@ -380,6 +423,12 @@ void register_loss_ops(const Ops& ops) {
       "Tensor logits, Tensor targets, Tensor? entropy, Tensor statistics, float temperature, "
       "float? logit_softcap, int ignore_index) -> Tensor grad_logits",
       TORCH_BOX(&log_probs_bwd));
+  ops.op(
+      "loss_columns_bwd_(Tensor(a!) logits, Tensor targets, Tensor statistics, Tensor? grad_loss, "
+      "float label_smoothing, float lse_square_scale, Tensor? grad_log_probs, Tensor? "
+      "grad_entropy, Tensor? grad_log_sum_exp, Tensor? entropy, float temperature, float? "
+      "logit_softcap, int ignore_index, int first_column, int vocab) -> ()",
+      TORCH_BOX(&loss_columns_bwd_));
 }
 
 }  // namespace fuselage::binding

@@ -293,6 +293,19 @@ void run(const char* op, LmHeadSample& p, const Tensor& x) {
   run<gpu::lm_head_sample_workspace, gpu::lm_head_sample>(op, p, x);
 }
 
+// Rows start on boundaries of 64 bytes: they are written as whole strips, and read as whole
+// vectors.
+Tensor empty_strips(int64_t batch, int64_t size, const Tensor& like) {
+  return empty_2d(batch, (size + kStrip - 1) / kStrip * kStrip, ScalarType::Float, like);
+}
+
+const char* logits_gpu(const LmHead& head, const gpu::HeadLogits& out, const Tensor& logits,
+                       int32_t device, void* stream) {
+  const int64_t bytes = gpu::lm_head_logits_workspace(head, device);
+  const Tensor workspace = bytes == 0 ? logits : workspace_of(bytes, logits);
+  return gpu::lm_head_logits(head, out, workspace.mutable_data_ptr(), device, stream);
+}
+
 // A draw from the head: without filters and sums its logits are never in memory.
 void draw_from_head(const char* op, const LmHead& head, const Draws& draws, const Filters& filters,
                     const DrawResults& results, const Tensor& hidden) {
@@ -301,12 +314,7 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
     LmHeadSample p{head, draws, results, nullptr};
     return run(op, p, hidden);
   }
-  // Rows start on boundaries of 64 bytes: they are written as whole strips, and read as whole
-  // vectors.
-  const auto whole_strips = [&](int64_t size) {
-    return empty_2d(head.batch, (size + kStrip - 1) / kStrip * kStrip, ScalarType::Float, hidden);
-  };
-  const Tensor logits = whole_strips(head.vocab);
+  const Tensor logits = empty_strips(head.batch, head.vocab, hidden);
   OptionalTensor strips, of_strips;
   GumbelSample p{};
   p.draws = draws;
@@ -318,7 +326,7 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
   const auto on_cpu = [&] { logits_cpu(head, floats_in(logits), p.stride); };
   const auto on_gpu = [&](int32_t device, void* stream) {
     if (gpu::takes_strips(head, p, device)) {
-      strips = whole_strips(p.stride / kStrip);
+      strips = empty_strips(head.batch, p.stride / kStrip, hidden);
       of_strips = workspace_of(Strips::words(head.batch) * int64_t{sizeof(uint32_t)}, hidden);
       uint32_t* fallback = static_cast<uint32_t*>(of_strips->mutable_data_ptr());
       p.strips = {floats_in(*strips), strips->size(1), fallback,
@@ -328,12 +336,32 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
     const gpu::HeadLogits out{floats_in(logits), p.stride,
                               p.strips,          filters,
                               draws.temperature, p.draws.is_advanced ? draws.offsets : nullptr};
-    const int64_t bytes = gpu::lm_head_logits_workspace(head, device);
-    const Tensor workspace = bytes == 0 ? logits : workspace_of(bytes, hidden);
-    return gpu::lm_head_logits(head, out, workspace.mutable_data_ptr(), device, stream);
+    return logits_gpu(head, out, logits, device, stream);
   };
   if (logits.numel() > 0) launch(op, hidden, on_cpu, on_gpu);
   run(op, p, hidden);
+}
+
+// The logits themselves: float32 [batch, vocab], rows in whole strips.
+Tensor head_logits(const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias) {
+  const char* op = "head_logits";
+  const Head head = check_head(op, hidden, weight, std::nullopt, bias, std::nullopt);
+  const LmHead& p = head.params;
+  FUSELAGE_CHECK(op, p.weight_type == WeightType::as_hidden, "`weight` must be ",
+                 dtype_name(p.dtype), " as `hidden`, got float8_e4m3fn");
+  FUSELAGE_CHECK(op, p.vocab >= 1,
+                 "`weight` has no rows: one that is partitioned must be gathered first");
+  FUSELAGE_CHECK(op, p.vocab <= kMaxVocab, "rows of `weight` must be at most 2^26, got ", p.vocab);
+  Tensor strips = empty_strips(p.batch, p.vocab, hidden);
+  const Tensor logits = torch::stable::narrow(strips, 1, 0, p.vocab);
+  if (is_nothing(hidden, p.batch, p.vocab)) return logits;
+  gpu::HeadLogits out{};
+  out.logits = floats_in(logits);
+  out.stride = strips.size(1);
+  launch(
+      op, hidden, [&] { logits_cpu(p, out.logits, out.stride); },
+      [&](int32_t device, void* stream) { return logits_gpu(p, out, logits, device, stream); });
+  return logits;
 }
 
 // (tokens, logprobs, filtered_logprobs), the latter two empty unless asked for. `offset`, unless it
@@ -459,6 +487,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> lm_head_sample_shard(
 }  // namespace
 
 void register_sample_ops(const Ops& ops) {
+  ops.op("head_logits(Tensor hidden, Tensor weight, Tensor? bias) -> Tensor logits",
+         TORCH_BOX(&head_logits));
   ops.op(
       "gumbel_sample(Tensor logits, Tensor? bias, Tensor? bitmask, Tensor seed, Tensor(a!)? "
       "offset, Tensor? temperature, float temperature_value, Tensor? top_k, int? top_k_value, "

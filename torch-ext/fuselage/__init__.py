@@ -48,6 +48,7 @@ from .gate import (
     swiglu,
     swiglu_clamped,
 )
+from .linear_loss import linear_cross_entropy, linear_log_probs
 from .loss import LogProbs, cross_entropy, log_probs
 from .norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm
 from .poly_norm import fused_mul_poly_norm, grouped_poly_norm, poly_norm
@@ -99,6 +100,8 @@ __all__ = [
     "integrations",
     "layer_norm",
     "layers",
+    "linear_cross_entropy",
+    "linear_log_probs",
     "lm_head_sample",
     "lm_head_sample_shard",
     "log_probs",

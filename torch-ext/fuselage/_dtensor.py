@@ -12,6 +12,7 @@ place is never moved, and a vocabulary is sampled in shards.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -268,12 +269,14 @@ class Head(GivenLogits):
         return ShardSample(*parts[:3], sums)
 
 
+@dataclass(frozen=True)
 class Refused(Rule):
     """What has no meaning for DTensors."""
 
+    why: str = "takes a rank's own tensors"
+
     def dispatch(self, cls, overload, types, args=(), kwargs=None):
-        call = Call(overload, args, kwargs)
-        call.refuse("takes a rank's own tensors; give DTensors to lm_head_sample")
+        Call(overload, args, kwargs).refuse(self.why)
 
 
 def _no_shard(local: dict) -> tuple[torch.Tensor, ...]:
@@ -305,6 +308,7 @@ _SCALE, _GATE = ("scale", "shift"), ("gate", "scale", "shift")
 _ROTATED = Rotary(("q", "k"))
 _NORMED = Rotary(("q", "k"), ("q_weight", "k_weight"))
 _LOSS = Tokens(("logits",))
+_LINEAR_LOSS = Refused((), why="takes plain tensors; gather what is sharded, as with full_tensor()")
 _OPTIONS = ("seed", "offset", "temperature", "top_k", "top_p", "min_p")
 
 
@@ -367,5 +371,11 @@ RULES: dict[str, Rule] = {
     "log_probs_bwd": _gradient(("logits",), kind=Tokens),
     "gumbel_sample": GivenLogits(("logits",), ("bias", "bitmask"), numbers=_OPTIONS),
     "lm_head_sample": Head(("hidden",), ("weight", "weight_scale", "bias"), numbers=_OPTIONS),
-    "lm_head_sample_shard": Refused(()),
+    "lm_head_sample_shard": Refused(
+        (), why="takes a rank's own tensors; give DTensors to lm_head_sample"
+    ),
+    "linear_cross_entropy": _LINEAR_LOSS,
+    "linear_cross_entropy_fwd": _LINEAR_LOSS,
+    "linear_log_probs": _LINEAR_LOSS,
+    "linear_log_probs_fwd": _LINEAR_LOSS,
 }

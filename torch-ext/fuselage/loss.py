@@ -90,22 +90,25 @@ def cross_entropy(
     Source: Goodfellow et al., "Deep learning", 2016; label smoothing: Szegedy et al., 2016; z-loss:
     Chowdhery et al., "PaLM", 2022.
     """
-    try:
-        number = _REDUCTIONS[reduction]
-    except (KeyError, TypeError):
-        refuse_wrong_kinds()
-        raise RuntimeError(
-            "fuselage::cross_entropy: `reduction` must be one of none, sum, mean, got "
-            f"{reduction!r}"
-        ) from None
     arguments = (
-        *(logits, targets, token_weights, number, ignore_index),
+        *(logits, targets, token_weights, number_of_reduction(reduction), ignore_index),
         *(label_smoothing, lse_square_scale, logit_softcap),
     )
     if not needs_grad(logits, token_weights):
         return _cross_entropy(*arguments)
     _refuse_gradients(logits, token_weights, inplace_backward)
     return _differentiable_cross_entropy(*arguments, inplace_backward)
+
+
+def number_of_reduction(reduction: str, op: str = "cross_entropy") -> int:
+    """That by which the ops know it."""
+    try:
+        return _REDUCTIONS[reduction]
+    except (KeyError, TypeError):
+        refuse_wrong_kinds()
+        raise RuntimeError(
+            f"fuselage::{op}: `reduction` must be one of none, sum, mean, got {reduction!r}"
+        ) from None
 
 
 def log_probs(

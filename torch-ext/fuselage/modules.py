@@ -8,6 +8,7 @@ import torch
 
 from .ada_norm import ada_layer_norm, ada_rms_norm, fused_add_layer_norm, layer_norm
 from .gate import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from .linear_loss import linear_cross_entropy
 from .loss import cross_entropy
 from .norm import fused_add_rms_norm, rms_norm
 from .poly_norm import fused_mul_poly_norm, grouped_poly_norm, poly_norm
@@ -370,21 +371,72 @@ class CrossEntropyLoss(torch.nn.Module):
         return cross_entropy(
             logits,
             targets,
-            reduction=self.reduction,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            lse_square_scale=self.lse_square_scale,
-            logit_softcap=self.logit_softcap,
             token_weights=token_weights,
             inplace_backward=self.inplace_backward,
+            **_loss_options(self),
         )
 
     def extra_repr(self) -> str:
-        text = f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"
-        if self.label_smoothing:
-            text += f", label_smoothing={self.label_smoothing}"
-        if self.lse_square_scale:
-            text += f", lse_square_scale={self.lse_square_scale}"
-        if self.logit_softcap is not None:
-            text += f", logit_softcap={self.logit_softcap}"
-        return text + (", inplace_backward=True" if self.inplace_backward else "")
+        return _show_loss(self) + (", inplace_backward=True" if self.inplace_backward else "")
+
+
+class LinearCrossEntropyLoss(torch.nn.Module):
+    """`linear_cross_entropy`: `[..., dim], [vocab, dim], [...] -> [] or [...]`.
+
+    The head's weight is given to the call, as it is that of another module.
+
+    Args:
+        ignore_index, reduction, label_smoothing, lse_square_scale, logit_softcap, max_workspace: As
+            in `linear_cross_entropy`.
+    """
+
+    def __init__(
+        self,
+        *,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        lse_square_scale: float = 0.0,
+        logit_softcap: Optional[float] = None,
+        max_workspace: int = 1 << 30,
+    ):
+        super().__init__()
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.lse_square_scale = lse_square_scale
+        self.logit_softcap = logit_softcap
+        self.max_workspace = max_workspace
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        bias: Optional[torch.Tensor] = None,
+        token_weights: Optional[torch.Tensor] = None,
+    ) -> torch.Tensor:
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            token_weights=token_weights,
+            max_workspace=self.max_workspace,
+            **_loss_options(self),
+        )
+
+    def extra_repr(self) -> str:
+        return _show_loss(self)
+
+
+def _loss_options(module: torch.nn.Module) -> dict:
+    names = ("ignore_index", "reduction", "label_smoothing", "lse_square_scale", "logit_softcap")
+    return {name: getattr(module, name) for name in names}
+
+
+def _show_loss(module: torch.nn.Module) -> str:
+    """Its options, but for those that change nothing."""
+    shown = _loss_options(module).items()
+    always = ("ignore_index", "reduction")
+    return ", ".join(f"{n}={v!r}" for n, v in shown if n in always or v not in (0.0, None))

@@ -1,0 +1,163 @@
+"""`python -m benchmarks.linear_loss`: the loss of a language-model head, from hidden to gradients.
+
+fuselage's losses against PyTorch's with the logits in memory, and Liger's fused one. Each is
+verified against float32, then timed by turns; memory is what a call takes beside its inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from .end_to_end import measure
+from .end_to_end.cli import relative_error
+from .roofline import results
+from .roofline.contenders import compiled, load_fuselage
+
+# Rows, dim, vocabulary: Qwen3-8B's head, and a small one.
+SHAPES = ((8192, 4096, 151936), (512, 2048, 32000))
+QUICK = ((16, 32, 300),)
+ROUNDS = 2
+# RMS difference of gradients, relative: bfloat16 has 8 bits, and what is rounded twice loses more.
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.linear_loss", description=__doc__)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a small head, in float32: a test of the benchmark")
+    add("--runs", type=int, default=5, help="timed in each of two rounds")
+    add("--output", type=Path, help="the results file; default: benchmarks/results/linear_loss_...")
+    return parser.parse_args(arguments)
+
+
+def naive(hidden, weight, targets) -> torch.Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets)
+
+
+def losses(fuselage, device: str) -> dict[str, Loss]:
+    """What is compared, by name."""
+
+    def log_probs(hidden, weight, targets) -> torch.Tensor:
+        return -fuselage.linear_log_probs(hidden, weight, targets).log_probs.mean()
+
+    found = {
+        "linear_cross_entropy": fuselage.linear_cross_entropy,
+        "linear_log_probs": log_probs,
+        "PyTorch": naive,
+    }
+    if device == "cuda":
+        found["torch.compile"] = compiled(naive)
+        try:
+            from liger_kernel.ops.fused_linear_cross_entropy import (
+                LigerFusedLinearCrossEntropyFunction,
+            )
+        except ImportError:
+            return found
+
+        def liger(hidden, weight, targets) -> torch.Tensor:
+            loss = LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, targets)
+            return loss[0] if isinstance(loss, tuple) else loss
+
+        found["Liger"] = liger
+    return found
+
+
+def extra_memory(run: Callable[[], object], device: str) -> float | None:
+    """GiB beyond what was there before."""
+    if device != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated() / 2**30
+    return measure.peak_memory(run, device) - before
+
+
+def run_shape(fuselage, device: str, shape: tuple[int, int, int], options) -> dict:
+    rows, dim, vocab = shape
+    dtype = torch.float32 if options.quick else torch.bfloat16
+    torch.manual_seed(0)
+    hidden = torch.randn(rows, dim, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab, dim, device=device, dtype=dtype) * dim**-0.5
+    weight.requires_grad_()
+    targets = torch.randint(vocab, (rows,), device=device)
+    found = losses(fuselage, device)
+
+    def gradients(loss: Loss) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(loss(hidden, weight, targets), (hidden, weight))
+
+    wide = [t.detach().float().requires_grad_() for t in (hidden, weight)]
+    exact = torch.autograd.grad(naive(*wide, targets), wide)
+    columns = {}
+    for name, loss in found.items():
+        pairs = zip(gradients(loss), exact, strict=True)
+        error = max(relative_error(ours.float(), wanted) for ours, wanted in pairs)
+        if not error <= LIMITS[dtype]:
+            raise SystemExit(f"FAILED: gradients of {name} differ by {error:.1e}")
+        columns[name] = {"error": error, "forward": [], "both": []}
+
+    def forward(loss: Loss) -> None:
+        with torch.no_grad():
+            loss(hidden, weight, targets)
+
+    del wide, exact
+    for round_ in range(ROUNDS):
+        for name in list(found) if round_ % 2 == 0 else list(found)[::-1]:
+            loss, column = found[name], columns[name]
+            for kind, run in (("forward", forward), ("both", gradients)):
+                column[kind] += measure.times(partial(run, loss), device, 0.0, options.runs)
+    for name, column in columns.items():
+        column["milliseconds"] = {
+            kind: measure.summary(column.pop(kind)) for kind in ("forward", "both")
+        }
+        column["extra_gib"] = extra_memory(partial(gradients, found[name]), device)
+    gradients_gib = sum(t.numel() * t.element_size() for t in (hidden, weight)) / 2**30
+    return {"sizes": shape, "gradients_gib": gradients_gib, "columns": columns}
+
+
+def table(cases: dict[str, dict]) -> str:
+    """In Markdown."""
+    head = ("", "forward, ms", "forward and backward, ms", "memory beside gradients, GiB")
+    lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
+    for case, record in cases.items():
+        for name, column in record["columns"].items():
+            times = column["milliseconds"]
+            extra = column["extra_gib"]
+            memory = "-" if extra is None else f"{max(extra - record['gradients_gib'], 0):.2f}"
+            lines.append(
+                f"| {case}: {name} | {times['forward']['median']:.2f} | "
+                f"{times['both']['median']:.2f} | {memory} |"
+            )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not options.quick:
+        print("on a CPU only --quick is feasible", file=sys.stderr)
+        return 2
+    fuselage = load_fuselage(device)
+    cases = {}
+    for shape in QUICK if options.quick else SHAPES:
+        cases["x".join(map(str, shape))] = run_shape(fuselage, device, shape, options)
+        print(table(cases), flush=True)
+    if not options.quick or options.output:
+        path = options.output or results.FOLDER / f"linear_loss_{results.slug(device)}.json"
+        stored = results.load(path)
+        stored["environment"] = results.environment(device, "liger-kernel")
+        origin = results.provenance(fuselage)
+        stored["cases"] |= {name: {**origin, **record} for name, record in cases.items()}
+        results.save(path, stored)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

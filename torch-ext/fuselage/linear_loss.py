@@ -1,0 +1,448 @@
+"""Cross-entropy and log-probabilities of a language-model head, whose logits are never whole in
+memory.
+
+The forward takes some rows of hidden at a time: their logits, and what the loss needs of them. The
+backward makes the logits again, some rows of the weight at a time, and puts their gradient in their
+place: the gradient of those rows is complete then, and is rounded once, and that of hidden adds up
+in float32. Logits are float32, and have the bits that `lm_head_sample` draws from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Optional
+
+import torch
+
+from ._arguments import refuse_wrong_kinds
+from ._autocast import Product, register_autocast
+from ._autograd import differentiable, some_need_grad
+from ._fake import (
+    fake_kernel_of,
+    floats_of_rows,
+    register_fake_gradients,
+    register_fake_in_place,
+    register_fakes,
+)
+from ._ops import add_op_namespace_prefix, ops
+from .loss import LogProbs, number_of_reduction
+
+_head_logits = ops.head_logits.default
+_cross_entropy_fwd = ops.cross_entropy_fwd.default
+_log_probs_fwd = ops.log_probs_fwd.default
+_loss_columns_bwd = ops.loss_columns_bwd_.default
+
+_NONE, _MEAN = number_of_reduction("none"), number_of_reduction("mean")
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_DEFAULT_WORKSPACE = 1 << 30
+# Rows of hidden, or of the weight, that the kernels of heads take together.
+_ROWS = 256
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    bias: Optional[torch.Tensor] = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    logit_softcap: Optional[float] = None,
+    token_weights: Optional[torch.Tensor] = None,
+    max_workspace: int = _DEFAULT_WORKSPACE,
+) -> torch.Tensor:
+    """Cross-entropy of `hidden @ weight.T + bias`, without these logits in memory.
+
+        logits = hidden @ weight.T + bias        loss = cross_entropy(logits, targets, ...)
+
+    Logits are float32, and never rounded. Their gradient is rounded to the dtype of `hidden` before
+    it is multiplied by `weight` and `hidden`; those products add up in float32, and are rounded
+    once. The backward computes the logits again: four matrix products in all.
+
+    Args:
+        hidden: `[..., dim]`, float16, bfloat16 or float32, with any row stride.
+        weight: `[vocab, dim]`, of the dtype of `hidden`. The vocabulary is 1 to 2^26.
+        targets: `[...]`, int64 or int32: indices, or `ignore_index`.
+        bias: `[vocab]`, of the dtype of `hidden` or float32.
+        reduction, ignore_index, label_smoothing, lse_square_scale, logit_softcap, token_weights: As
+            in `cross_entropy`. What hidden of an ignored token is, does not matter, unless it is
+            not finite.
+        max_workspace: Bytes for logits and their gradient, of which as many are made at a time. At
+            least one row of logits is in the forward, and 256 columns in the backward. Besides,
+            the backward keeps the gradient of half-precision `hidden` in float32.
+
+    Returns:
+        float32, a scalar or `[...]`. The loss of a token has the same bits whatever the other
+        tokens are, and the workspace.
+
+    Raises:
+        RuntimeError: As `cross_entropy`, and for a `weight` without rows, as one that is
+            partitioned and not gathered.
+
+    Source: Wijmans et al., "Cut your losses in large-vocabulary language models", 2025.
+    """
+    number = number_of_reduction(reduction, "linear_cross_entropy")
+    rows, targets_of_rows, shape = _flat("linear_cross_entropy", hidden, targets)
+    weights = token_weights
+    if shape is not None and getattr(weights, "shape", None) == shape:
+        weights = weights.reshape(-1)
+    arguments = (
+        *(rows, weight, bias, targets_of_rows, weights, number, ignore_index),
+        *(label_smoothing, lse_square_scale, logit_softcap, max_workspace),
+    )
+    if getattr(token_weights, "requires_grad", False):  # or no tensor, which the op refuses
+        raise RuntimeError(
+            "fuselage::linear_cross_entropy: `token_weights` has no gradient; detach it"
+        )
+    if some_need_grad(rows, weight, bias):
+        loss = _differentiable_cross_entropy(*arguments)
+    else:
+        loss = ops.linear_cross_entropy.default(*arguments)
+    return loss.view(shape) if number == _NONE and shape is not None else loss
+
+
+def linear_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    bias: Optional[torch.Tensor] = None,
+    temperature: float = 1.0,
+    logit_softcap: Optional[float] = None,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    return_log_sum_exp: bool = False,
+    return_is_greatest: bool = False,
+    max_workspace: int = _DEFAULT_WORKSPACE,
+) -> LogProbs:
+    """Log-probabilities of tokens from a head, without its logits in memory.
+
+        logits = hidden @ weight.T + bias        LogProbs = log_probs(logits, targets, ...)
+
+    The log-probability of a token has the bits that
+    `lm_head_sample(hidden, weight, ..., temperature=..., return_logprobs=True)` reports for it on
+    the same device: rollout and trainer agree.
+
+    Args:
+        hidden, weight, targets, bias, max_workspace: As in `linear_cross_entropy`.
+        temperature, logit_softcap, ignore_index, return_entropy, return_log_sum_exp,
+            return_is_greatest: As in `log_probs`.
+
+    Returns:
+        `LogProbs(log_probs, entropy, log_sum_exp, is_greatest)`, each `[...]`, float32 or bool;
+        None for those not asked for. All but `is_greatest` have gradients.
+
+    Raises:
+        RuntimeError: As `log_probs`, and for a `weight` without rows.
+
+    Source: Williams, "Simple statistical gradient-following algorithms", 1992.
+    """
+    rows, targets_of_rows, shape = _flat("linear_log_probs", hidden, targets)
+    arguments = (
+        *(rows, weight, bias, targets_of_rows, temperature, logit_softcap, ignore_index),
+        *(return_entropy, max_workspace),
+    )
+    if some_need_grad(rows, weight, bias):
+        found = _differentiable_log_probs(*arguments)
+    else:
+        found = ops.linear_log_probs.default(*arguments)
+    wanted = (True, return_entropy, return_log_sum_exp, return_is_greatest)
+    shaped = (t.view(shape) if shape is not None and keep else t for t, keep in zip(found, wanted))
+    return LogProbs(*(t if keep else None for t, keep in zip(shaped, wanted)))
+
+
+def _flat(op: str, hidden, targets) -> tuple[torch.Tensor, torch.Tensor, Optional[torch.Size]]:
+    """Hidden and targets as rows, and the shape of the tokens where that is another."""
+    try:
+        shape = hidden.shape[:-1]
+        if hidden.dim() == 2 and targets.dim() == 1:
+            return hidden, targets, None
+        if hidden.dim() == 0 or targets.shape != shape:
+            raise RuntimeError(
+                f"fuselage::{op}: `targets` must have the shape of `hidden` {list(hidden.shape)} "
+                f"without its last dimension, got {list(targets.shape)}"
+            )
+        return hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), shape
+    except AttributeError:  # not a tensor
+        refuse_wrong_kinds()
+        raise
+
+
+# Some of the logits at a time.
+
+
+def _parts(size: int, most: int) -> Iterator[slice]:
+    """Slices of at most so many, in whole blocks of _ROWS where that many are allowed."""
+    step = max(1, most if most < _ROWS else most // _ROWS * _ROWS)
+    for begin in range(0, size, step):
+        yield slice(begin, min(begin + step, size))
+
+
+def _logits_of_rows(hidden, weight, bias, max_workspace) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Slices of hidden, and all of their logits. Of no rows there is one, for what is checked."""
+    if max_workspace < 1:
+        raise RuntimeError(
+            f"fuselage::head_logits: `max_workspace` must be positive, got {max_workspace}"
+        )
+    vocab = weight.shape[0] if weight.dim() > 0 else 0
+    most = max_workspace // (4 * max(vocab, 1))
+    for part in [*_parts(hidden.shape[0], most)] or [slice(0, 0)]:
+        yield part, _head_logits(hidden[part], weight, bias)
+
+
+def _gradients(hidden, weight, bias, targets, statistics, needs, max_workspace, *factors):
+    """The gradients of hidden, weight and bias; empty where they are not needed."""
+    needs_hidden, needs_weight, needs_bias = needs
+    half = hidden.dtype != torch.float32
+    nothing = hidden.new_empty((0,))
+    grad_hidden, grad_weight, grad_bias = nothing, nothing, nothing
+    if needs_hidden:
+        grad_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32)
+    if needs_weight:
+        grad_weight = weight.new_empty(weight.shape)
+    if needs_bias:
+        grad_bias = bias.new_empty(bias.shape)
+    vocab = weight.shape[0]
+    bytes_of_column = hidden.shape[0] * (4 + (hidden.element_size() if half else 0))
+    most = max(max_workspace // max(bytes_of_column, 1), _ROWS)
+    for part in _parts(vocab, most):
+        rows, own_bias = weight[part], None if bias is None else bias[part]
+        logits = _head_logits(hidden, rows, own_bias)
+        _loss_columns_bwd(logits, targets, statistics, *factors, part.start, vocab)
+        if needs_bias:
+            grad_bias[part] = logits.sum(0)
+        grads = logits.to(hidden.dtype)
+        del logits  # its memory is that of the next
+        if needs_weight:
+            torch.mm(grads.t(), hidden, out=grad_weight[part])
+        if needs_hidden:
+            grad_hidden += _float32_product(grads, rows)
+    return grad_hidden.to(hidden.dtype), grad_weight, grad_bias
+
+
+def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if a.dtype == torch.float32:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+# The ops, made of those above.
+
+_library = torch.library.Library(add_op_namespace_prefix("").removesuffix("::"), "FRAGMENT")
+
+
+def _op(schema: str):
+    """Registers a function as the kernel of an op, on CPU and GPU."""
+
+    def register(function):
+        name = schema.partition("(")[0]
+
+        def kernel(hidden, *others):
+            device_type = "cuda" if hidden.is_cuda else "cpu"
+            try:
+                with _below_autograd(), torch.autocast(device_type, enabled=False):
+                    return function(hidden, *others)
+            except RuntimeError as error:
+                raise _renamed(error, name.removesuffix("_fwd")) from None
+
+        _library.define(schema)
+        for key in ("CPU", "CUDA"):
+            _library.impl(name, kernel, key)
+        return function
+
+    return register
+
+
+def _renamed(error: RuntimeError, name: str) -> RuntimeError:
+    """What an op refuses that `name` is made of, is refused by `name`."""
+    message = str(error)
+    for inner in ("head_logits", "cross_entropy", "log_probs"):
+        message = message.replace(f"fuselage::{inner}:", f"fuselage::{name}:")
+    return error if message == str(error) else RuntimeError(message)
+
+
+_HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets"
+_LOSS_OPTIONS = (
+    "int reduction, int ignore_index, float label_smoothing, float lse_square_scale, "
+    "float? logit_softcap, int max_workspace"
+)
+_LOSS = f"{_HEAD}, Tensor? token_weights, {_LOSS_OPTIONS}"
+_LOG_PROBS_OPTIONS = (
+    "float temperature, float? logit_softcap, int ignore_index, bool return_entropy, "
+    "int max_workspace"
+)
+_LOG_PROBS = f"{_HEAD}, {_LOG_PROBS_OPTIONS}"
+_LOG_PROBS_RESULTS = "Tensor log_probs, Tensor entropy, Tensor log_sum_exp, Tensor is_greatest"
+_NEEDS = "bool needs_grad_hidden, bool needs_grad_weight, bool needs_grad_bias"
+_GRADIENTS = "(Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)"
+
+
+@_op(f"linear_cross_entropy_fwd({_LOSS}) -> (Tensor loss, Tensor statistics, Tensor count)")
+def _forward_of_loss(hidden, weight, bias, targets, token_weights, reduction, *options):
+    ignore_index, *options, max_workspace = options
+    _check_tokens("linear_cross_entropy", hidden, targets=targets, token_weights=token_weights)
+    losses, statistics = floats_of_rows(hidden), floats_of_rows(hidden, 2)
+    for part, logits in _logits_of_rows(hidden, weight, bias, max_workspace):
+        weights = None if token_weights is None else token_weights[part]
+        losses[part], statistics[part], _ = _cross_entropy_fwd(
+            logits, targets[part], weights, _NONE, ignore_index, *options, False
+        )
+    if reduction == _NONE:
+        return losses, statistics, losses.new_empty((0,))
+    total, count = losses.sum(dtype=torch.float64), (targets != ignore_index).sum()
+    loss = (total / count if reduction == _MEAN else total).float()
+    return loss, statistics, count.float().view(1)
+
+
+@_op(f"linear_cross_entropy({_LOSS}) -> Tensor loss")
+def _(*arguments):
+    return _forward_of_loss(*arguments)[0]
+
+
+@_op(
+    f"linear_cross_entropy_bwd({_HEAD}, Tensor? token_weights, Tensor grad_out, Tensor statistics, "
+    f"Tensor count, {_LOSS_OPTIONS}, {_NEEDS}) -> {_GRADIENTS}"
+)
+def _(hidden, weight, bias, targets, token_weights, grad_out, statistics, count, *options):
+    reduction, ignore_index, smoothing, square_scale, softcap, max_workspace, *needs = options
+    grad_losses = grad_out.float().expand(hidden.shape[0])
+    if token_weights is not None:
+        grad_losses = grad_losses * token_weights
+    if reduction == _MEAN:
+        grad_losses = grad_losses / count
+    factors = (grad_losses, smoothing, square_scale, None, None, None, None, 1.0, softcap)
+    head = (hidden, weight, bias, targets)
+    return _gradients(*head, statistics, needs, max_workspace, *factors, ignore_index)
+
+
+@_op(f"linear_log_probs_fwd({_LOG_PROBS}) -> ({_LOG_PROBS_RESULTS}, Tensor statistics)")
+def _forward_of_log_probs(hidden, weight, bias, targets, *options):
+    *options, has_entropy, max_workspace = options
+    _check_tokens("linear_log_probs", hidden, targets=targets)
+    results = _empty_log_probs(hidden, has_entropy)
+    for part, logits in _logits_of_rows(hidden, weight, bias, max_workspace):
+        found = _log_probs_fwd(logits, targets[part], *options, has_entropy)
+        for result, of_part in zip(results, found):
+            if result.shape[0] > 0:
+                result[part] = of_part
+    return results
+
+
+@_op(f"linear_log_probs({_LOG_PROBS}) -> ({_LOG_PROBS_RESULTS})")
+def _(*arguments):
+    return _forward_of_log_probs(*arguments)[:4]
+
+
+@_op(
+    f"linear_log_probs_bwd({_HEAD}, Tensor? grad_log_probs, Tensor? grad_entropy, "
+    f"Tensor? grad_log_sum_exp, Tensor? entropy, Tensor statistics, float temperature, "
+    f"float? logit_softcap, int ignore_index, int max_workspace, {_NEEDS}) -> {_GRADIENTS}"
+)
+def _(hidden, weight, bias, targets, *others):
+    grads, (entropy, statistics), options = others[:3], others[3:5], others[5:]
+    temperature, softcap, ignore_index, max_workspace, *needs = options
+    factors = (None, 0.0, 0.0, *grads, entropy, temperature, softcap, ignore_index)
+    head = (hidden, weight, bias, targets)
+    return _gradients(*head, statistics, needs, max_workspace, *factors)
+
+
+def _check_tokens(op: str, hidden: torch.Tensor, **tensors: Optional[torch.Tensor]) -> None:
+    """What slices would hide."""
+    for name, tensor in tensors.items():
+        if tensor is None or hidden.dim() != 2 or tensor.device != hidden.device:
+            continue  # the ops say so
+        if tensor.shape != hidden.shape[:1]:
+            raise RuntimeError(
+                f"fuselage::{op}: `{name}` must have the shape of `hidden` {list(hidden.shape)} "
+                f"without its last dimension, got {list(tensor.shape)}"
+            )
+
+
+def _empty_log_probs(hidden, has_entropy) -> tuple[torch.Tensor, ...]:
+    of_rows = floats_of_rows(hidden)
+    return (
+        of_rows,
+        torch.empty_like(of_rows) if has_entropy else of_rows.new_empty((0,)),
+        torch.empty_like(of_rows),
+        torch.empty_like(of_rows, dtype=torch.bool),
+        floats_of_rows(hidden, 2),
+    )
+
+
+# Gradients.
+
+
+def _save_cross_entropy(ctx, inputs, outputs):
+    ctx.options = inputs[5:]
+    _, statistics, count = outputs
+    ctx.save_for_backward(*inputs[:5], statistics, count)
+
+
+def _cross_entropy_backward(ctx, grad_out):
+    *inputs, statistics, count = ctx.saved_tensors
+    saved = (*inputs, grad_out, statistics, count)
+    return ops.linear_cross_entropy_bwd.default(*saved, *ctx.options, *_needs(ctx))
+
+
+def _save_log_probs(ctx, inputs, outputs):
+    *saved, temperature, softcap, ignore_index, has_entropy, max_workspace = inputs
+    ctx.options = (temperature, softcap, ignore_index, max_workspace)
+    _, entropy, _, is_greatest, statistics = outputs
+    ctx.mark_non_differentiable(is_greatest, statistics)
+    ctx.save_for_backward(*saved, entropy if has_entropy else None, statistics)
+
+
+def _log_probs_backward(ctx, grad_log_probs, grad_entropy, grad_log_sum_exp, _):
+    *inputs, entropy, statistics = ctx.saved_tensors
+    grads = (grad_log_probs, grad_entropy if entropy is not None else None, grad_log_sum_exp)
+    saved = (*inputs, *grads, entropy, statistics)
+    return ops.linear_log_probs_bwd.default(*saved, *ctx.options, *_needs(ctx))
+
+
+def _needs(ctx) -> tuple[bool, ...]:
+    """Whether hidden, weight and bias need their gradients."""
+    return tuple(ctx.needs_input_grad[:3])
+
+
+_differentiable_cross_entropy = differentiable(
+    "linear_cross_entropy", save=_save_cross_entropy, backward=_cross_entropy_backward, results=1
+)
+_differentiable_log_probs = differentiable(
+    "linear_log_probs", save=_save_log_probs, backward=_log_probs_backward, results=4
+)
+
+_PRODUCT = Product(("hidden", "weight"), "bias", float32=("token_weights",))
+for _name in ("linear_cross_entropy", "linear_log_probs"):
+    register_autocast(_PRODUCT, _name, f"{_name}_fwd")
+
+
+# Shapes and dtypes of the results, for tracing.
+
+
+def _fake_loss(hidden, weight, bias, targets, token_weights, reduction, *options):
+    losses = floats_of_rows(hidden)
+    loss = losses if reduction == _NONE else losses.new_empty(())
+    count = losses.new_empty((0 if reduction == _NONE else 1,))
+    return loss, floats_of_rows(hidden, 2), count
+
+
+def _fake_log_probs(hidden, weight, bias, targets, *options):
+    return _empty_log_probs(hidden, options[-2])
+
+
+@fake_kernel_of("head_logits")
+def _(hidden, weight, bias):
+    vocab = weight.shape[0]
+    strips = (vocab + 15) // 16 * 16
+    return hidden.new_empty((hidden.shape[0], strips), dtype=torch.float32)[:, :vocab]
+
+
+register_fakes("linear_cross_entropy", _fake_loss, results=1)
+register_fakes("linear_log_probs", _fake_log_probs, results=4)
+register_fake_gradients("linear_cross_entropy_bwd")
+register_fake_gradients("linear_log_probs_bwd")
+register_fake_in_place("loss_columns_bwd_")
