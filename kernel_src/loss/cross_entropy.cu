@@ -47,12 +47,11 @@ __device__ __forceinline__ RunningSums read_part(const CrossEntropyForward& p, c
   const Columns columns;
   RunningSums sums = RunningSums::none();
   if (size <= 0) size = -N;
-  int first = 0;
+  const T* source = data + columns.first;
+  int left = size - columns.first;  // -N or less where there is nothing
   do {
-    const int left = size - first - columns.first;
     RowLoading<T, kVectors, kAligned> loading;
-    loading.start(data + first + columns.first, left);
-    first += columns.step;
+    loading.start(source, left);
     float values[kVectors][N];
     float most = sums.max;
 #pragma unroll
@@ -78,7 +77,9 @@ __device__ __forceinline__ RunningSums read_part(const CrossEntropyForward& p, c
           sums.total += k < left - j * kWarpSize * N ? values[j][k] : 0.0f;
       }
     }
-  } while (first < size);
+    source += columns.step;
+    left -= columns.step;
+  } while (left + columns.first > 0);
   return sums;
 }
 
@@ -111,8 +112,8 @@ __device__ __forceinline__ RunningSums read_row(const CrossEntropyForward& p, co
   const int warps = blockDim.x / kWarpSize;
 #pragma unroll 1
   for (int i = rank; i < policy.parts; i += cluster) {
-    const int64_t begin = int64_t{i} * policy.part;
-    const int size = static_cast<int>(min(p.in.vocab - begin, int64_t{policy.part}));
+    const int begin = i * policy.part;  // at most the vocabulary and some parts, which is 2^28
+    const int size = min(static_cast<int>(p.in.vocab) - begin, policy.part);
     of_threads[i * blockDim.x + threadIdx.x] =
         read_part<T, kVectors, kAligned>(p, data + begin, size);
   }

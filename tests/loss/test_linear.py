@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-# What a row's float32 arithmetic may lack, relative to the size of its terms.
+# What a row's float32 arithmetic may lack, relative to its largest gradient.
 NOISE = 4e-6
 # A rounding of a logit's gradient, relative.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -75,14 +75,15 @@ def check_gradients(ours, exact, grad_logits: Tensor, given: dict, label: str) -
     size = grad_logits.abs().clamp(
         min=2.0**-14 if dtype == torch.float16 else 0.0
     )  # subnormal ones
-    sizes = (
-        size @ given["weight"].double().abs(),
-        size.T @ given["hidden"].double().abs(),
-        size.sum(0),
+    noise = ROUNDING[dtype] * size + NOISE * size.amax(1, keepdim=True)
+    bounds = (
+        noise @ given["weight"].double().abs(),
+        noise.T @ given["hidden"].double().abs(),
+        noise.sum(0),
     )
-    for name, a, e, s in zip(("hidden", "weight", "bias"), ours, exact, sizes, strict=False):
+    for name, a, e, bound in zip(("hidden", "weight", "bias"), ours, exact, bounds, strict=False):
         assert a.dtype == dtype
-        bound = (ROUNDING[dtype] + NOISE) * s + half_an_ulp(e, a.dtype) + 1e-30
+        bound = bound + half_an_ulp(e, a.dtype) + 1e-30
         error = (a.double() - e).abs()
         assert (error <= bound).all(), f"{label}, {name}: {(error / bound).max().item():.3g}"
 

@@ -214,11 +214,12 @@ def _gradients(hidden, weight, bias, targets, statistics, needs, max_workspace, 
         if needs_bias:
             grad_bias[part] = logits.sum(0)
         grads = logits.to(hidden.dtype)
-        del logits  # its memory is that of the next
+        del logits  # before there are the next
         if needs_weight:
             torch.mm(grads.t(), hidden, out=grad_weight[part])
         if needs_hidden:
             grad_hidden += _float32_product(grads, rows)
+        del grads
     return grad_hidden.to(hidden.dtype), grad_weight, grad_bias
 
 
@@ -291,6 +292,7 @@ def _forward_of_loss(hidden, weight, bias, targets, token_weights, reduction, *o
         losses[part], statistics[part], _ = _cross_entropy_fwd(
             logits, targets[part], weights, _NONE, ignore_index, *options, False
         )
+        del logits  # before there are the next
     if reduction == _NONE:
         return losses, statistics, losses.new_empty((0,))
     total, count = losses.sum(dtype=torch.float64), (targets != ignore_index).sum()
@@ -329,6 +331,7 @@ def _forward_of_log_probs(hidden, weight, bias, targets, *options):
         for result, of_part in zip(results, found):
             if result.shape[0] > 0:
                 result[part] = of_part
+        del logits  # before there are the next
     return results
 
 
