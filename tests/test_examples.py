@@ -27,6 +27,16 @@ def test_lora_mlp(fuselage):
     assert [line.split()[0] for line in output.splitlines()[2:]] == ["eager", "fuselage"]
 
 
+def test_train(fuselage):
+    output = run("train.py", "--layers", "1", "--dim", "64", "--batch", "16", "--steps", "60")
+    assert output.endswith("the loss is PyTorch's, and it fell\n")
+
+
+def test_grpo(fuselage):
+    output = run("grpo.py", "--dim", "32", "--group", "32", "--steps", "25")
+    assert output.endswith("rollout and trainer agree bit for bit, and the reward rose\n")
+
+
 @pytest.mark.slow
 def test_dlrm(fuselage, tmp_path):
     sizes = ["--batch", "64", "--width", "32", "--dim", "8", "--categories", "50", "--steps", "20"]
