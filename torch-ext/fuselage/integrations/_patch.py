@@ -122,7 +122,7 @@ def _why_heard(module: torch.nn.Module, covers: Iterable[str]) -> Optional[str]:
         child = module.get_submodule(name)
         if listened_to(child):
             return f"its {name} has hooks, which would not be called"
-        foreign = _foreign_forward(child)
+        foreign = foreign_forward(child)
         if foreign is not None:
             return f"the forward of its {name} was replaced already, by {foreign}"
     return None
@@ -170,7 +170,7 @@ def install(module: torch.nn.Module, match: Match) -> Optional[str]:
     return None
 
 
-def _foreign_forward(module: torch.nn.Module) -> Optional[str]:
+def foreign_forward(module: torch.nn.Module) -> Optional[str]:
     """Whose forward the module has, if it is neither its class's nor ours."""
     return _foreign(module, *_slot(module))
 

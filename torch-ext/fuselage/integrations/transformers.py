@@ -26,6 +26,7 @@ from .. import layers
 from ._attention import recognise_causal_model
 from ._blocks import recognise_decoder_layer
 from ._gates import recognise_activation, recognise_experts_gate, recognise_gated_mlp
+from ._loss import recognise_causal_loss
 from ._norms import recognise_norm
 from ._patch import Report, patch_modules, unpatch_modules
 from ._rotary import recognise_rotary_attention
@@ -169,7 +170,7 @@ PARTS = (
 BLOCKS = (recognise_decoder_layer, recognise_causal_model)
 
 
-def patch(model: torch.nn.Module) -> Report:
+def patch(model: torch.nn.Module, *, loss: bool = False) -> Report:
     """Replaces the forward of every layer that fuselage has a faster one for.
 
     A layer is replaced if its attributes match and if it computes the same on small random inputs.
@@ -183,11 +184,16 @@ def patch(model: torch.nn.Module) -> Report:
 
     Args:
         model: Any module; its parameters may be anywhere, the meta device included.
+        loss: Also take the loss of a causal language model from what goes into its head, by
+            `linear_cross_entropy`: in training, where labels are given, logits are never whole in
+            memory, and the model returns none. In `eval`, with `logits_to_keep`, with
+            `return_dict=False`, and with a head that is sharded, hooked or no plain Linear, it
+            returns them as ever. Models that scale or cap their logits are left alone.
 
     Returns:
         What was replaced and what was not. `print` it.
     """
-    return patch_modules(model, PARTS, BLOCKS)
+    return patch_modules(model, PARTS, (*BLOCKS, recognise_causal_loss) if loss else BLOCKS)
 
 
 def unpatch(model: torch.nn.Module) -> int:
