@@ -226,7 +226,7 @@ def _gradients(hidden, weight, bias, targets, statistics, needs, max_workspace, 
 def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.dtype == torch.float32:
         return a @ b
-    if a.is_cuda:
+    if a.is_cuda and torch.version.cuda is not None:  # ROCm's has no such form
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
