@@ -205,25 +205,34 @@ static void loss_backward_row(const LossBackward& p, int64_t row) {
   const LossFactors f = loss_factors(p, row);
   const int64_t target = loss_target(p.in, row) - p.first_column;
   const float softcap = p.in.softcap;
-  float grads[kLossPiece];
-  loss_for_pieces(p.in, row, [&](const float* x, int64_t begin, int64_t size) {
-    for (int64_t i = 0; i < size; i += kLanes) {
-      const Floats distance = (load(x + i, AllLanes{}) - statistics.max) * p.inv_temperature;
-      const Floats log_prob = distance - statistics.log_sum;
+  // Of the z of a vector of a piece, but for the target's part.
+  const auto of_vector = [&](const float* x, int64_t i) {
+    const Floats distance = (load(x + i, AllLanes{}) - statistics.max) * p.inv_temperature;
+    const Floats log_prob = distance - statistics.log_sum;
+    Floats factor = broadcast(f.of_prob);
+    if (f.of_log != 0) {
       const Floats lowest = broadcast(-100.0f);  // of probabilities of zero
-      const Floats bounded = log_prob > lowest ? log_prob : lowest;
-      store(grads + i, loss_exp(log_prob) * (f.of_prob + f.of_log * bounded) - f.offset,
-            AllLanes{});
+      factor += f.of_log * (log_prob > lowest ? log_prob : lowest);
     }
-    if (target >= begin && target < begin + size) grads[target - begin] -= f.of_target;
-    for_each_vector(0, size, [&](int64_t i, auto lanes) {
-      Floats grad = load(grads + i, lanes) * p.inv_temperature;
+    return loss_exp(log_prob) * factor - f.offset;
+  };
+  loss_for_pieces(p.in, row, [&](const float* x, int64_t begin, int64_t size) {
+    T* grads = target_row + begin;
+    const auto finish = [&](int64_t i, Floats grad, auto lanes) {
+      grad *= p.inv_temperature;
       if (softcap != 0) {
         const Floats tanh = load(x + i, lanes) / softcap;
         grad *= 1 - tanh * tanh;
       }
-      store(target_row + begin + i, grad, lanes);
-    });
+      store(grads + i, grad, lanes);
+    };
+    for_each_vector(0, size, [&](int64_t i, auto lanes) { finish(i, of_vector(x, i), lanes); });
+    if (target < begin || target >= begin + size) return;
+    const int64_t i = (target - begin) / kLanes * kLanes;  // its vector once more
+    Floats grad = of_vector(x, i);
+    grad[target - begin - i] -= f.of_target;
+    for_each_vector(i, size - i < kLanes ? size : i + kLanes,
+                    [&](int64_t, auto lanes) { finish(i, grad, lanes); });
   });
 }
 
