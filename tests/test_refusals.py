@@ -58,7 +58,10 @@ FUNCTIONS = (
     "swiglu_clamped",
 )
 # Pure PyTorch, whose functions have checks of their own.
-WITHOUT_OPS = ("combine_shard_samples", "ltx_video_rotary_tables", "wan_rotary_tables")
+WITHOUT_OPS = (
+    *("combine_shard_log_probs", "combine_shard_samples", "linear_log_probs_shard"),
+    *("ltx_video_rotary_tables", "wan_rotary_tables"),
+)
 
 # Tensors that are refused where they require a gradient.
 WITHOUT_GRADIENTS = ("cos", "sin", "token_weights")

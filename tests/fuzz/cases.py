@@ -14,6 +14,7 @@ BAD_CALLS = 0.25  # of the cases
 LEFT_OUT = {
     "LogProbs": "what log_probs returns, and checked there",
     "Sample": "what the samplers return with return_logprobs=True, and checked there",
+    "ShardLogProbs": "what linear_log_probs_shard returns, and combine_shard_log_probs takes",
     "ShardSample": "what lm_head_sample_shard returns, and combine_shard_samples takes",
     "distributed": "places models on many processes; tests/distributed",
     "integrations": "patches models; tests/integrations",
@@ -22,11 +23,12 @@ LEFT_OUT = {
 }
 
 # PyTorch's own functions refuse what is wrong there.
-NO_BAD_CALLS = ("ltx_video_rotary_tables",)
+NO_BAD_CALLS = ("ltx_video_rotary_tables", "linear_log_probs_shard", "combine_shard_log_probs")
 
 TABLES = ("ltx_video_rotary_tables", "wan_rotary_tables")
 LOSSES = ("cross_entropy", "log_probs", "linear_cross_entropy", "linear_log_probs")
 LOSS_MODULES = ("modules.CrossEntropyLoss", "modules.LinearCrossEntropyLoss")
+LOSS_SHARDS = ("linear_log_probs_shard", "combine_shard_log_probs")
 SHARDS = ("lm_head_sample_shard", "combine_shard_samples")
 
 
@@ -45,8 +47,10 @@ def make(draw: Draw, name: str, ordinary: bool):
         return sampling.make_gumbel(draw, ordinary=ordinary)
     if name in LOSS_MODULES:
         name = modules.MODULES[name.split(".")[1]][0]
-    if name in LOSSES:
-        return loss.make(draw, name, ordinary=ordinary)
+    if name in LOSSES or name in LOSS_SHARDS:
+        return loss.make(
+            draw, "linear_log_probs" if name in LOSS_SHARDS else name, ordinary=ordinary
+        )
     if name in TABLES:
         return tables.make(draw, name, ordinary=ordinary)
     if name in SHARDS or name == "lm_head_sample":
@@ -75,6 +79,8 @@ def check_valid(kernel, draw: Draw, name: str) -> None:
         tables.check(kernel, draw, call)
     elif name in LOSSES:
         loss.check(kernel, draw, call)
+    elif name in LOSS_SHARDS:
+        loss.check_shards(kernel, draw, call)
     elif isinstance(call, sampling.Call):
         sampling.check(kernel, draw, call)
     else:

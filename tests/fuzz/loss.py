@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import loss_reference as reference
@@ -159,6 +160,32 @@ def _check_hidden(given: dict, ours: Tensor, of_logits: Tensor, scale: float) ->
     if not (error <= bound).all():
         worst = (error / bound).max().item()
         raise Failure("a wrong gradient", f"of hidden, {worst:.3g} times the bound")
+
+
+def check_shards(kernel, draw: Draw, call: Call) -> None:
+    """Of any cut of the vocabulary, what the whole head gives."""
+    given = dict(call.given)
+    weight, bias = given.pop("weight"), given.pop("bias", None)
+    asked = {option: given.pop(option) for option in ASKED}
+    cuts = sorted({0, len(weight), *(draw.integer(0, len(weight)) for _ in range(2))})
+    parts = [slice(a, b) for a, b in itertools.pairwise(cuts)]
+    with valid_call("shards"):
+        shards = [
+            kernel.linear_log_probs_shard(
+                **given,
+                weight=weight[part],
+                bias=None if bias is None else bias[part],
+                vocab_offset=part.start,
+                return_entropy=asked["return_entropy"],
+            )
+            for part in parts
+        ]
+        found = kernel.combine_shard_log_probs(shards)
+    whole = kernel.linear_log_probs(**given, weight=weight, bias=bias, **asked)
+    for name in ("log_probs", "entropy", "log_sum_exp"):
+        ours, theirs = getattr(found, name), getattr(whole, name)
+        if theirs is not None:
+            _check(call, name, ours, theirs.detach().cpu().double(), torch.float32)
 
 
 def check_module(kernel, name: str, options: tuple[str, ...], call: Call) -> None:

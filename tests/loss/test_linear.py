@@ -3,6 +3,7 @@ besides."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -352,6 +353,48 @@ def test_module(fuselage, device):
     expected = fuselage.linear_cross_entropy(**given, **options)
     assert_same_bits(module(*given.values()), expected, "loss")
     assert "reduction='sum', label_smoothing=0.1, logit_softcap=3.0)" in repr(module)
+
+
+@pytest.mark.parametrize("cuts", [(0, 777), (0, 1, 300, 777)])
+def test_shards_of_the_vocabulary(fuselage, device, cuts):
+    """The whole head's values and gradients, to float32 rounding."""
+    given = make(device, torch.float32)
+    bias = normal((777,), torch.float32, device)
+    both = [leaves_of(given, bias) for _ in range(2)]
+    options = {"temperature": 0.7, "logit_softcap": 8.0, "return_entropy": True}
+    hidden, weight, own = both[0]
+    shards = [
+        fuselage.linear_log_probs_shard(
+            *(hidden, weight[a:b], given["targets"]), bias=own[a:b], vocab_offset=a, **options
+        )
+        for a, b in itertools.pairwise(cuts)
+    ]
+    ours = fuselage.combine_shard_log_probs(shards)
+    hidden, weight, own = both[1]
+    whole = fuselage.linear_log_probs(
+        *(hidden, weight, given["targets"]), bias=own, **options, return_log_sum_exp=True
+    )
+    for name, a, e in zip(ours._fields[:3], ours, whole, strict=False):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5, msg=name)
+    grads = [torch.randn_like(t) for t in ours[:3]]
+    pairs = zip(
+        torch.autograd.grad(ours[:3], both[0], grads),
+        torch.autograd.grad(whole[:3], both[1], grads),
+        strict=True,
+    )
+    for a, e in pairs:
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
+def test_shards_that_are_none(fuselage, device):
+    given = make(device, torch.float32)
+    with pytest.raises(RuntimeError, match="`shards` must not be empty"):
+        fuselage.combine_shard_log_probs([])
+    for wrong in ([None], 3.0, [given["hidden"]]):
+        with pytest.raises(TypeError, match="combine_shard_log_probs: `shards` must be"):
+            fuselage.combine_shard_log_probs(wrong)
+    with pytest.raises(TypeError, match="linear_log_probs_shard: `targets` must be a tensor"):
+        fuselage.linear_log_probs_shard(**{**given, "targets": "text"}, vocab_offset=0)
 
 
 @pytest.mark.slow

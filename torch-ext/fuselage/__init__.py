@@ -48,7 +48,13 @@ from .gate import (
     swiglu,
     swiglu_clamped,
 )
-from .linear_loss import linear_cross_entropy, linear_log_probs
+from .linear_loss import (
+    ShardLogProbs,
+    combine_shard_log_probs,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_log_probs_shard,
+)
 from .loss import LogProbs, cross_entropy, log_probs
 from .norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm
 from .poly_norm import fused_mul_poly_norm, grouped_poly_norm, poly_norm
@@ -71,6 +77,7 @@ from .sampling import (
 __all__ = [
     "LogProbs",
     "Sample",
+    "ShardLogProbs",
     "ShardSample",
     "ada_layer_norm",
     "ada_rms_norm",
@@ -80,6 +87,7 @@ __all__ = [
     "apply_rotary_",
     "bias_act",
     "bias_act_",
+    "combine_shard_log_probs",
     "combine_shard_samples",
     "cross_entropy",
     "distributed",
@@ -102,6 +110,7 @@ __all__ = [
     "layers",
     "linear_cross_entropy",
     "linear_log_probs",
+    "linear_log_probs_shard",
     "lm_head_sample",
     "lm_head_sample_shard",
     "log_probs",

@@ -9,8 +9,8 @@ in float32. Logits are float32, and have the bits that `lm_head_sample` draws fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Optional
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Optional
 
 import torch
 
@@ -37,6 +37,7 @@ _below_autograd = torch._C._AutoDispatchBelowAutograd
 _DEFAULT_WORKSPACE = 1 << 30
 # Rows of hidden, or of the weight, that the kernels of heads take together.
 _ROWS = 256
+_IGNORED = -100  # of the targets of a shard
 
 
 def linear_cross_entropy(
@@ -151,6 +152,107 @@ def linear_log_probs(
     wanted = (True, return_entropy, return_log_sum_exp, return_is_greatest)
     shaped = (t.view(shape) if shape is not None and keep else t for t, keep in zip(found, wanted))
     return LogProbs(*(t if keep else None for t, keep in zip(shaped, wanted)))
+
+
+class ShardLogProbs(NamedTuple):
+    """What one shard of the vocabulary says of each token, for `combine_shard_log_probs`."""
+
+    logits: torch.Tensor  # of the target, over temperature; -inf where another shard has it
+    log_sum_exp: torch.Tensor  # of the shard's logits over temperature
+    entropy: Optional[torch.Tensor]  # of the shard's part of the distribution by itself
+    is_counted: torch.Tensor  # whether the target is not `ignore_index`
+
+
+def linear_log_probs_shard(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocab_offset: int,
+    bias: Optional[torch.Tensor] = None,
+    temperature: float = 1.0,
+    logit_softcap: Optional[float] = None,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    max_workspace: int = _DEFAULT_WORKSPACE,
+) -> ShardLogProbs:
+    """What a shard of a head contributes to `linear_log_probs` of the whole one.
+
+    Args:
+        hidden, bias, temperature, logit_softcap, max_workspace: As in `linear_log_probs`, of the
+            shard's part of the bias.
+        weight: The rows `[vocab_offset, vocab_offset + rows)` of the whole weight.
+        targets: `[...]`, int64 or int32: indices of the whole vocabulary, or `ignore_index`.
+        vocab_offset: The index of the shard's first row.
+        ignore_index, return_entropy: As in `linear_log_probs`.
+
+    Returns:
+        `ShardLogProbs`, float32 and bool `[...]`. All but `is_counted` have gradients.
+
+    Raises:
+        RuntimeError: As `linear_log_probs`. A target that no shard has is not refused: its
+            log-probability is -inf.
+    """
+    try:
+        local, size = targets - vocab_offset, weight.shape[0]
+        is_counted = targets != ignore_index
+    except (AttributeError, IndexError, TypeError):  # not a tensor, or without dimensions
+        refuse_wrong_kinds()
+        raise
+    inside = is_counted & (local >= 0) & (local < size)
+    # Of a token that another shard has, any of the shard's own gives the sums.
+    own = torch.where(inside, local, torch.where(is_counted, 0, _IGNORED)).to(targets.dtype)
+    found = linear_log_probs(
+        *(hidden, weight, own),
+        bias=bias,
+        temperature=temperature,
+        logit_softcap=logit_softcap,
+        ignore_index=_IGNORED,
+        return_entropy=return_entropy,
+        return_log_sum_exp=True,
+        max_workspace=max_workspace,
+    )
+    logits = torch.where(inside, found.log_probs + found.log_sum_exp, -torch.inf)
+    return ShardLogProbs(logits, found.log_sum_exp, found.entropy, is_counted)
+
+
+def combine_shard_log_probs(shards: Sequence[ShardLogProbs]) -> LogProbs:
+    """`linear_log_probs` of a whole head, of those of its shards, to float32 rounding.
+
+        lse      = log(sum of e^lse_s)            log_prob = logit of the target - lse
+        entropy  = lse - sum of e^(lse_s - lse) * (lse_s - entropy_s)
+
+    Args:
+        shards: The results of `linear_log_probs_shard`, in the order of the vocabulary, on one
+            device.
+
+    Returns:
+        `LogProbs`: `log_probs`, `log_sum_exp`, and `entropy` where the shards have it. All have
+        gradients. Zero for ignored tokens.
+
+    Raises:
+        RuntimeError: No shards.
+        TypeError: Shards that are no sequence of such results.
+    """
+    try:
+        if len(shards) == 0:
+            raise RuntimeError("fuselage::combine_shard_log_probs: `shards` must not be empty")
+        logits, sums = (torch.stack([s[i] for s in shards]) for i in range(2))
+        entropies, is_counted = [s.entropy for s in shards], shards[0].is_counted
+    except (AttributeError, IndexError, TypeError):
+        refuse_wrong_kinds()
+        raise TypeError(
+            "fuselage::combine_shard_log_probs: `shards` must be a sequence of results of "
+            "linear_log_probs_shard"
+        ) from None
+    log_sum_exp = torch.logsumexp(sums, 0)
+    log_probs = torch.where(is_counted, logits.amax(0) - log_sum_exp, 0.0)
+    entropy = None
+    if entropies[0] is not None:
+        means = sums - torch.stack(entropies)
+        entropy = log_sum_exp - ((sums - log_sum_exp).exp() * means).sum(0)
+        entropy = torch.where(is_counted, entropy, 0.0)
+    return LogProbs(log_probs, entropy, torch.where(is_counted, log_sum_exp, 0.0))
 
 
 def _flat(op: str, hidden, targets) -> tuple[torch.Tensor, torch.Tensor, Optional[torch.Size]]:
