@@ -92,6 +92,8 @@ inline LossGradientPolicy loss_gradient_policy(const DeviceInfo& device, int64_t
 // log_probs reads a row twice: for the maximum, and for the weights. The blocks of a cluster have
 // a part of it each, and keep what they can of that in shared memory. What they cannot is read
 // again, from L2 mostly.
+constexpr int kLogProbsWanted = 40000;         // logits of a row for one block
+constexpr int kLogProbsWantedOfFew = 16384;    // where rows are few
 constexpr int kLogProbsFixedBytes = 4 * 1024;  // of a block, besides what it keeps
 constexpr int kLogProbsBlocks = 2;             // of kLossThreads, on an SM
 constexpr int kLogProbsNarrowRows = 4;         // of a block where a warp has a row
@@ -111,9 +113,10 @@ inline LogProbsPolicy log_probs_policy(const DeviceInfo& device, int64_t rows, i
   // Blocks of a cluster wait for each other, and one that computes loads nothing: many rows take
   // small clusters of small blocks, few rows large ones. On an H200, bfloat16, (8192, 151936) takes
   // 1672 us so and 2980 with large ones, (1, 151936) 19.5 and 11.7.
-  const int large = cluster_for(device, std::max<int64_t>(vocab, 1), 16384);
+  const int64_t count = std::max<int64_t>(vocab, 1);
+  const int large = cluster_for(device, count, kLogProbsWantedOfFew);
   const bool is_few = any_order && rows * large <= kLogProbsBlocks * device.multiprocessors;
-  policy.cluster = is_few ? large : cluster_for(device, std::max<int64_t>(vocab, 1), 40000);
+  policy.cluster = is_few ? large : cluster_for(device, count, kLogProbsWanted);
   const int most_threads = is_few ? kLossThreads : kLossThreads / 2;
   const int blocks = kLogProbsBlocks * kLossThreads / most_threads;
   const int64_t vectors =

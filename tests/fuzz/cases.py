@@ -47,10 +47,10 @@ def make(draw: Draw, name: str, ordinary: bool):
         return sampling.make_gumbel(draw, ordinary=ordinary)
     if name in LOSS_MODULES:
         name = modules.MODULES[name.split(".")[1]][0]
-    if name in LOSSES or name in LOSS_SHARDS:
-        return loss.make(
-            draw, "linear_log_probs" if name in LOSS_SHARDS else name, ordinary=ordinary
-        )
+    if name in LOSS_SHARDS:
+        name = "linear_log_probs"
+    if name in LOSSES:
+        return loss.make(draw, name, ordinary=ordinary)
     if name in TABLES:
         return tables.make(draw, name, ordinary=ordinary)
     if name in SHARDS or name == "lm_head_sample":

@@ -13,7 +13,7 @@ import torch
 
 from ._ops import add_op_namespace_prefix, ops
 
-_library = torch.library.Library(add_op_namespace_prefix("").removesuffix("::"), "FRAGMENT")
+library = torch.library.Library(add_op_namespace_prefix("").removesuffix("::"), "FRAGMENT")
 
 _CAST = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -95,7 +95,7 @@ def register_autocast(rule: Rule, *names: str) -> None:
         overload = getattr(ops, name).default
         parameters = [argument.name for argument in overload._schema.arguments]
         for device_type in ("cpu", "cuda"):
-            _library.impl(name, *_kernel(rule, overload, parameters, device_type))
+            library.impl(name, *_kernel(rule, overload, parameters, device_type))
 
 
 def _kernel(rule: Rule, overload, parameters: list[str], device_type: str) -> tuple[Callable, str]:

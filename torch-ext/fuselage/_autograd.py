@@ -13,7 +13,7 @@ from ._arguments import refuse_wrong_kinds
 from ._ops import add_op_namespace_prefix, ops
 
 # Inside a Function the op is called past its own, registered autograd.
-_below_autograd = torch._C._AutoDispatchBelowAutograd
+below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def needs_grad(a: torch.Tensor, b: Optional[torch.Tensor] = None) -> bool:
@@ -79,13 +79,13 @@ def differentiable(
     several = results is not None
 
     def forward(ctx, *inputs):
-        with _below_autograd():
+        with below_autograd():
             output = overload(*inputs)
         save(ctx, inputs, output)
         return output
 
     def forward_of_several(ctx, *inputs):
-        with _below_autograd():
+        with below_autograd():
             outputs = overload(*inputs)
         ctx.set_materialize_grads(False)
         save(ctx, inputs, outputs)

@@ -15,8 +15,8 @@ from typing import NamedTuple, Optional
 import torch
 
 from ._arguments import refuse_wrong_kinds
-from ._autocast import Product, register_autocast
-from ._autograd import differentiable, some_need_grad
+from ._autocast import Product, library, register_autocast
+from ._autograd import below_autograd, differentiable, some_need_grad
 from ._fake import (
     fake_kernel_of,
     floats_of_rows,
@@ -24,8 +24,8 @@ from ._fake import (
     register_fake_in_place,
     register_fakes,
 )
-from ._ops import add_op_namespace_prefix, ops
-from .loss import LogProbs, number_of_reduction
+from ._ops import ops
+from .loss import LogProbs, number_of_reduction, refuse_gradient_of_weights
 
 _head_logits = ops.head_logits.default
 _cross_entropy_fwd = ops.cross_entropy_fwd.default
@@ -33,7 +33,6 @@ _log_probs_fwd = ops.log_probs_fwd.default
 _loss_columns_bwd = ops.loss_columns_bwd_.default
 
 _NONE, _MEAN = number_of_reduction("none"), number_of_reduction("mean")
-_below_autograd = torch._C._AutoDispatchBelowAutograd
 _DEFAULT_WORKSPACE = 1 << 30
 # Rows of hidden, or of the weight, that the kernels of heads take together.
 _ROWS = 256
@@ -93,10 +92,7 @@ def linear_cross_entropy(
         *(rows, weight, bias, targets_of_rows, weights, number, ignore_index),
         *(label_smoothing, lse_square_scale, logit_softcap, max_workspace),
     )
-    if getattr(token_weights, "requires_grad", False):  # or no tensor, which the op refuses
-        raise RuntimeError(
-            "fuselage::linear_cross_entropy: `token_weights` has no gradient; detach it"
-        )
+    refuse_gradient_of_weights("linear_cross_entropy", token_weights)
     if some_need_grad(rows, weight, bias):
         loss = _differentiable_cross_entropy(*arguments)
     else:
@@ -150,8 +146,10 @@ def linear_log_probs(
     else:
         found = ops.linear_log_probs.default(*arguments)
     wanted = (True, return_entropy, return_log_sum_exp, return_is_greatest)
-    shaped = (t.view(shape) if shape is not None and keep else t for t, keep in zip(found, wanted))
-    return LogProbs(*(t if keep else None for t, keep in zip(shaped, wanted)))
+    kept = (t if keep else None for t, keep in zip(found, wanted))
+    if shape is not None:
+        kept = (None if t is None else t.view(shape) for t in kept)
+    return LogProbs(*kept)
 
 
 class ShardLogProbs(NamedTuple):
@@ -262,14 +260,18 @@ def _flat(op: str, hidden, targets) -> tuple[torch.Tensor, torch.Tensor, Optiona
         if hidden.dim() == 2 and targets.dim() == 1:
             return hidden, targets, None
         if hidden.dim() == 0 or targets.shape != shape:
-            raise RuntimeError(
-                f"fuselage::{op}: `targets` must have the shape of `hidden` {list(hidden.shape)} "
-                f"without its last dimension, got {list(targets.shape)}"
-            )
+            raise _other_shape(op, hidden, "targets", targets)
         return hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), shape
     except AttributeError:  # not a tensor
         refuse_wrong_kinds()
         raise
+
+
+def _other_shape(op: str, hidden: torch.Tensor, name: str, tensor: torch.Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"fuselage::{op}: `{name}` must have the shape of `hidden` {list(hidden.shape)} "
+        f"without its last dimension, got {list(tensor.shape)}"
+    )
 
 
 # Some of the logits at a time.
@@ -284,10 +286,6 @@ def _parts(size: int, most: int) -> Iterator[slice]:
 
 def _logits_of_rows(hidden, weight, bias, max_workspace) -> Iterator[tuple[slice, torch.Tensor]]:
     """Slices of hidden, and all of their logits. Of no rows there is one, for what is checked."""
-    if max_workspace < 1:
-        raise RuntimeError(
-            f"fuselage::head_logits: `max_workspace` must be positive, got {max_workspace}"
-        )
     vocab = weight.shape[0] if weight.dim() > 0 else 0
     most = max_workspace // (4 * max(vocab, 1))
     for part in [*_parts(hidden.shape[0], most)] or [slice(0, 0)]:
@@ -335,8 +333,6 @@ def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 # The ops, made of those above.
 
-_library = torch.library.Library(add_op_namespace_prefix("").removesuffix("::"), "FRAGMENT")
-
 
 def _op(schema: str):
     """Registers a function as the kernel of an op, on CPU and GPU."""
@@ -347,14 +343,14 @@ def _op(schema: str):
         def kernel(hidden, *others):
             device_type = "cuda" if hidden.is_cuda else "cpu"
             try:
-                with _below_autograd(), torch.autocast(device_type, enabled=False):
+                with below_autograd(), torch.autocast(device_type, enabled=False):
                     return function(hidden, *others)
             except RuntimeError as error:
                 raise _renamed(error, name.removesuffix("_fwd")) from None
 
-        _library.define(schema)
+        library.define(schema)
         for key in ("CPU", "CUDA"):
-            _library.impl(name, kernel, key)
+            library.impl(name, kernel, key)
         return function
 
     return register
@@ -387,7 +383,8 @@ _GRADIENTS = "(Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)"
 @_op(f"linear_cross_entropy_fwd({_LOSS}) -> (Tensor loss, Tensor statistics, Tensor count)")
 def _forward_of_loss(hidden, weight, bias, targets, token_weights, reduction, *options):
     ignore_index, *options, max_workspace = options
-    _check_tokens("linear_cross_entropy", hidden, targets=targets, token_weights=token_weights)
+    tokens = {"targets": targets, "token_weights": token_weights}
+    _check("linear_cross_entropy", hidden, max_workspace, **tokens)
     losses, statistics = floats_of_rows(hidden), floats_of_rows(hidden, 2)
     for part, logits in _logits_of_rows(hidden, weight, bias, max_workspace):
         weights = None if token_weights is None else token_weights[part]
@@ -426,7 +423,7 @@ def _(hidden, weight, bias, targets, token_weights, grad_out, statistics, count,
 @_op(f"linear_log_probs_fwd({_LOG_PROBS}) -> ({_LOG_PROBS_RESULTS}, Tensor statistics)")
 def _forward_of_log_probs(hidden, weight, bias, targets, *options):
     *options, has_entropy, max_workspace = options
-    _check_tokens("linear_log_probs", hidden, targets=targets)
+    _check("linear_log_probs", hidden, max_workspace, targets=targets)
     results = _empty_log_probs(hidden, has_entropy)
     for part, logits in _logits_of_rows(hidden, weight, bias, max_workspace):
         found = _log_probs_fwd(logits, targets[part], *options, has_entropy)
@@ -455,16 +452,15 @@ def _(hidden, weight, bias, targets, *others):
     return _gradients(*head, statistics, needs, max_workspace, *factors)
 
 
-def _check_tokens(op: str, hidden: torch.Tensor, **tensors: Optional[torch.Tensor]) -> None:
-    """What slices would hide."""
-    for name, tensor in tensors.items():
+def _check(op: str, hidden: torch.Tensor, max_workspace: int, **of_tokens) -> None:
+    """What slices would hide, and what the ops that are called do not know."""
+    for name, tensor in of_tokens.items():
         if tensor is None or hidden.dim() != 2 or tensor.device != hidden.device:
             continue  # the ops say so
         if tensor.shape != hidden.shape[:1]:
-            raise RuntimeError(
-                f"fuselage::{op}: `{name}` must have the shape of `hidden` {list(hidden.shape)} "
-                f"without its last dimension, got {list(tensor.shape)}"
-            )
+            raise _other_shape(op, hidden, name, tensor)
+    if max_workspace < 1:
+        raise RuntimeError(f"fuselage::{op}: `max_workspace` must be positive, got {max_workspace}")
 
 
 def _empty_log_probs(hidden, has_entropy) -> tuple[torch.Tensor, ...]:

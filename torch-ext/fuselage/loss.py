@@ -167,10 +167,14 @@ def log_probs(
 # Gradients.
 
 
+def refuse_gradient_of_weights(op: str, token_weights) -> None:
+    if getattr(token_weights, "requires_grad", False):  # or no tensor, which the op refuses
+        raise RuntimeError(f"fuselage::{op}: `token_weights` has no gradient; detach it")
+
+
 def _refuse_gradients(logits, token_weights, inplace_backward) -> None:
     op = "fuselage::cross_entropy"
-    if getattr(token_weights, "requires_grad", False):  # or no tensor, which the op refuses
-        raise RuntimeError(f"{op}: `token_weights` has no gradient; detach it")
+    refuse_gradient_of_weights("cross_entropy", token_weights)
     if not inplace_backward:
         return
     if torch.compiler.is_compiling():
