@@ -108,11 +108,10 @@ def run_shape(fuselage, device: str, shape: tuple[int, int, int], options) -> di
             loss(hidden, weight, targets)
 
     del wide, exact
-    for round_ in range(ROUNDS):
-        for name in list(found) if round_ % 2 == 0 else list(found)[::-1]:
-            loss, column = found[name], columns[name]
-            for kind, run in (("forward", forward), ("both", gradients)):
-                column[kind] += measure.times(partial(run, loss), device, 0.0, options.runs)
+    for name in measure.by_turns(tuple(found), ROUNDS):
+        for kind, run in (("forward", forward), ("both", gradients)):
+            run_it = partial(run, found[name])
+            columns[name][kind] += measure.times(run_it, device, 0.0, options.runs)
     for name, column in columns.items():
         column["milliseconds"] = {
             kind: measure.summary(column.pop(kind)) for kind in ("forward", "both")
@@ -151,11 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(table(cases), flush=True)
     if not options.quick or options.output:
         path = options.output or results.FOLDER / f"linear_loss_{results.slug(device)}.json"
-        stored = results.load(path)
-        stored["environment"] = results.environment(device, "liger-kernel")
-        origin = results.provenance(fuselage)
-        stored["cases"] |= {name: {**origin, **record} for name, record in cases.items()}
-        results.save(path, stored)
+        results.add(path, cases, fuselage, device, "liger-kernel")
     return 0
 
 

@@ -59,11 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
         for name in runs[0]
     }
     path = options.output or results.FOLDER / f"load_time_{results.slug(device)}.json"
-    stored = results.load(path)
-    stored["environment"] = results.environment(device)
-    origin = results.provenance(load_fuselage(device))
-    stored["cases"]["load_time"] = {**origin, "runs": len(runs), "seconds": seconds, "bar": BAR}
-    results.save(path, stored)
+    case = {"runs": len(runs), "seconds": seconds, "bar": BAR}
+    results.add(path, {"load_time": case}, load_fuselage(device), device)
     for name, times in seconds.items():
         print(f"{name:9} {times['median']:.3f} s ({times['min']:.3f} to {times['max']:.3f})")
     return int(seconds["fuselage"]["median"] > BAR)

@@ -145,11 +145,9 @@ def run(fuselage, device: str, options: argparse.Namespace) -> dict[str, dict]:
     cases, runs = {}, 3 if options.quick else options.runs
     for case in calls[COLUMNS[0]]:
         times = {name: [] for name in COLUMNS}
-        for round_ in range(ROUNDS):
-            for name in COLUMNS if round_ % 2 == 0 else COLUMNS[::-1]:
-                # So many runs on all ranks: a rank that stopped earlier would leave the others.
-                found = measure.times(calls[name][case], device, 0.0, least=runs)
-                times[name] += found
+        for name in measure.by_turns(COLUMNS, ROUNDS):
+            # So many runs on all ranks: a rank that stopped earlier would leave the others.
+            times[name] += measure.times(calls[name][case], device, 0.0, least=runs)
         columns = {}
         for name in COLUMNS:
             with Received() as received:
@@ -224,11 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
             return
         path = options.output or results.FOLDER / f"sequence_parallel_{results.slug(device)}.json"
         if not options.quick or options.output:
-            stored = results.load(path)
-            stored["environment"] = results.environment(device, "transformers")
-            origin = results.provenance(fuselage)
-            stored["cases"] |= {name: {**origin, **record} for name, record in cases.items()}
-            results.save(path, stored)
+            results.add(path, cases, fuselage, device, "transformers")
         print(table(cases), flush=True)
 
     return run_on_ranks(options.quick, body)

@@ -99,9 +99,8 @@ def run(fuselage, device: str, options: argparse.Namespace) -> list[tuple]:
             torch.testing.assert_close(*results, atol=tolerance, rtol=tolerance)
             for step in ways[WAYS[0]]:
                 times = {way: [] for way in WAYS}
-                for round_ in range(ROUNDS):
-                    for way in WAYS if round_ % 2 == 0 else WAYS[::-1]:
-                        times[way] += measure.times(ways[way][step], device, 0.0, least=runs)
+                for way in measure.by_turns(WAYS, ROUNDS):
+                    times[way] += measure.times(ways[way][step], device, 0.0, least=runs)
                 for way in WAYS:
                     with Received() as received:
                         ways[way][step]()

@@ -6,7 +6,7 @@ import gc
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -64,6 +64,12 @@ def times(
     finally:
         gc.enable()
     return found
+
+
+def by_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """Each name once a round, there and back, so that none always comes after the same other."""
+    for round_ in range(rounds):
+        yield from names if round_ % 2 == 0 else reversed(names)
 
 
 def peak_memory(run: Callable[[], object], device: str) -> float | None:

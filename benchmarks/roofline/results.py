@@ -123,13 +123,27 @@ def save(path: Path, results: dict) -> None:
     temporary.replace(path)
 
 
+def add(
+    path: Path, cases: dict[str, dict], fuselage: ModuleType, device: str, *more_packages: str
+) -> None:
+    """Stores cases, with where they come from, beside or in place of those that are there."""
+    stored = load(path)
+    stored["environment"] = environment(device, *more_packages)
+    origin = provenance(fuselage)
+    stored["cases"] |= {name: {**origin, **record} for name, record in cases.items()}
+    save(path, stored)
+
+
+# How the names of files begin whose cases are no single operators.
+_OTHERS = ("end_to_end_", "linear_loss_", "load_time_", "sequence_parallel_")
+
+
 def stored_files(folder: Path = FOLDER) -> list[Path]:
     """All results of operators, GPUs first."""
-    others = ("end_to_end_", "linear_loss_", "load_time_", "sequence_parallel_")
-    found = [path for path in folder.glob("*.json") if not path.name.startswith(others)]
+    found = [path for path in folder.glob("*.json") if not path.name.startswith(_OTHERS)]
     return sorted(found, key=lambda path: (path.name.startswith("cpu-"), path.name))
 
 
-def stored_models(folder: Path = FOLDER) -> list[Path]:
-    """All results of whole models, which benchmarks.end_to_end writes."""
-    return sorted(folder.glob("end_to_end_*.json"))
+def stored_of(benchmark: str, folder: Path = FOLDER) -> list[Path]:
+    """All results of another benchmark, such as end_to_end."""
+    return sorted(folder.glob(f"{benchmark}_*.json"))

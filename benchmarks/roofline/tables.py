@@ -53,43 +53,37 @@ def _table(stored: dict, cases: list[dict]) -> str:
 
 def model_summary() -> str:
     """Markdown for every device: what whole models gain."""
-    return _of_models(models.summary)
+    return _of("end_to_end", models.summary)
 
 
 def model_details() -> str:
     """Markdown for every device: all columns of the whole models."""
-    return _of_models(models.details)
-
-
-def _of_models(write: Callable[[dict], str]) -> str:
-    parts = []
-    for stored in map(results.load, results.stored_models()):
-        cases = stored["cases"]
-        parts += [_title(stored, list(cases.values())), write(cases)]
-    return "\n\n".join(parts)
+    return _of("end_to_end", models.details)
 
 
 def sequence_parallel() -> str:
     """Markdown for every device: models on several GPUs."""
     from ..sequence_parallel import table
 
-    parts = []
-    for path in sorted(results.FOLDER.glob("sequence_parallel_*.json")):
-        stored = results.load(path)
-        records = list(stored["cases"].values())
-        shapes = {", ".join([r["title"].partition(":")[0], *r["notes"]]) for r in records}
-        parts += [_title(stored, records), *sorted(shapes), table(stored["cases"])]
-    return "\n\n".join(parts)
+    def write(cases: dict[str, dict]) -> str:
+        titles = (", ".join([r["title"].partition(":")[0], *r["notes"]]) for r in cases.values())
+        return "\n\n".join([*sorted(set(titles)), table(cases)])
+
+    return _of("sequence_parallel", write)
 
 
 def linear_loss() -> str:
     """Markdown for every device: the loss of a head."""
     from ..linear_loss import table
 
+    return _of("linear_loss", table)
+
+
+def _of(benchmark: str, write: Callable[[dict], str]) -> str:
     parts = []
-    for path in sorted(results.FOLDER.glob("linear_loss_*.json")):
-        stored = results.load(path)
-        parts += [_title(stored, list(stored["cases"].values())), table(stored["cases"])]
+    for stored in map(results.load, results.stored_of(benchmark)):
+        cases = stored["cases"]
+        parts += [_title(stored, list(cases.values())), write(cases)]
     return "\n\n".join(parts)
 
 
