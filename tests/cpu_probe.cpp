@@ -196,7 +196,7 @@ void cross_entropy() {
   b.in = p.in, b.full_vocab = p.in.vocab, b.inv_temperature = 1, b.statistics = p.statistics;
   b.grad_loss = floats(grad_loss), b.grad_per_row = true;
   b.smoothing = p.smoothing, b.square_scale = p.square_scale;
-  b.grad_logits = grad_logits.data(), b.grad_stride = dim;
+  b.grad_logits = grad_logits.data(), b.grad_dtype = b.in.dtype, b.grad_stride = dim;
   cpu::loss_backward(b, 0, rows);
   for (const Bytes& result : {losses, grad_logits}) write(result);
 }
@@ -223,7 +223,7 @@ void log_probs() {
   b.statistics = p.statistics;
   b.grad_log_probs = floats(grads[0]), b.grad_entropy = floats(grads[1]);
   b.grad_log_sum_exp = floats(grads[2]), b.entropy = p.entropy;
-  b.grad_logits = grad_logits.data(), b.grad_stride = dim;
+  b.grad_logits = grad_logits.data(), b.grad_dtype = b.in.dtype, b.grad_stride = dim;
   cpu::loss_backward(b, 0, rows);
   for (const Bytes& result : {found, entropy, log_sum_exp, is_greatest, grad_logits}) write(result);
 }

@@ -627,9 +627,12 @@ void loss(const DeviceInfo& device, Report& report) {
       p.in.rows = rows, p.in.vocab = p.grad_stride = vocab, p.in.stride = stride;
       p.in.dtype = dtype;
       const bool one = rows == 1;
-      expect_aligned(report, is_aligned(p),
-                     {{p.in.logits, one ? 0 : stride, vocab, size},
-                      {p.grad_logits, one ? 0 : vocab, vocab, size}});
+      for (const DType grad_dtype : {dtype, DType::bfloat16}) {
+        p.grad_dtype = grad_dtype;
+        expect_aligned(report, is_aligned(p),
+                       {{p.in.logits, one ? 0 : stride, vocab, size},
+                        {p.grad_logits, one ? 0 : vocab, vocab, dtype_size(grad_dtype)}});
+      }
 
       const LossPolicy row = loss_policy(vocab, vector);
       const int cluster = loss_cluster(device, rows, row), warps = row.threads / kWarpSize;

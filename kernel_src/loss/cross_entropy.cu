@@ -275,7 +275,8 @@ struct GradientRow {
   }
 };
 
-template <typename T, int kVectors, bool kAligned>
+// From logits of T to gradients of U.
+template <typename T, typename U, int kVectors, bool kAligned>
 __global__ void __launch_bounds__(kGradientThreads, 4)
     gradient_kernel(const LossBackward p, const LossGradientPolicy policy) {
   using Columns = LossColumns<T, kVectors>;
@@ -287,7 +288,7 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
   column += columns.first;
   const bool is_row = row < p.in.rows, is_read = is_counted(p.in, row);
   const T* data = row_of<T>(p.in, is_row ? row : 0);
-  T* grad_row = static_cast<T*>(p.grad_logits) + (is_row ? row : 0) * p.grad_stride;
+  U* grad_row = static_cast<U*>(p.grad_logits) + (is_row ? row : 0) * p.grad_stride;
 
   // NOTE: where nothing is read, logits and factors are zero, and so are gradients.
   GradientRow own{};
@@ -305,13 +306,13 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
       own.f = factors_of(p, row, own.statistics);
       own.shift = own.statistics.log_sum * kLog2E;
     }
-    RowStoring<T, N, kVectors, kAligned> storing(grad_row + column, left);
+    RowStoring<U, N, kVectors, kAligned> storing(grad_row + column, left);
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       float x[N], grads[N];
       unpack(loading.finish(j), p.in.dtype, x);
       own.differentiate(x, column + j * kWarpSize * N, grads);
-      storing.put(j, pack<T>(grads, p.in.dtype));
+      storing.put(j, pack<U>(grads, p.grad_dtype));
     }
   }
 }
@@ -336,14 +337,14 @@ gpuError launch_forward(const CrossEntropyForward& p, const DeviceInfo& device, 
   return gpu_launch(kernel, grid, block, shared_bytes, cluster, stream, p, policy, cluster);
 }
 
-template <typename T>
+template <typename T, typename U>
 gpuError launch_backward(const LossBackward& p, const LossGradientPolicy& policy,
                          gpuStream stream) {
   const dim3 grid(static_cast<unsigned>(policy.row_blocks * policy.column_blocks));
   const dim3 block(policy.threads, policy.rows_per_block);
-  const auto kernel = policy.vectors == 1 ? &gradient_kernel<T, 1, false>
-                      : is_aligned(p)     ? &gradient_kernel<T, kLossVectors, true>
-                                          : &gradient_kernel<T, kLossVectors, false>;
+  const auto kernel = policy.vectors == 1 ? &gradient_kernel<T, U, 1, false>
+                      : is_aligned(p)     ? &gradient_kernel<T, U, kLossVectors, true>
+                                          : &gradient_kernel<T, U, kLossVectors, false>;
   return gpu_launch(kernel, grid, block, 0, 1, stream, p, policy);
 }
 
@@ -370,9 +371,12 @@ const char* loss_backward(const LossBackward& p, int device, void* raw_stream) {
   const LossGradientPolicy policy =
       loss_gradient_policy(device_info(device), p.in.rows, p.in.vocab, 16 / dtype_size(p.in.dtype));
   if (policy.row_blocks * policy.column_blocks > kMaxLossBlocks) return kTooManyRows;
+  const gpuStream stream = static_cast<gpuStream>(raw_stream);
+  if (p.grad_dtype != p.in.dtype)
+    return message_of(launch_backward<float, bfloat16>(p, policy, stream));
   return message_of(dispatch_size(p.in.dtype, [&](auto tag) {
-    return launch_backward<typename decltype(tag)::type>(p, policy,
-                                                         static_cast<gpuStream>(raw_stream));
+    using T = typename decltype(tag)::type;
+    return launch_backward<T, T>(p, policy, stream);
   }));
 }
 

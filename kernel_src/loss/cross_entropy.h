@@ -88,6 +88,7 @@ struct LossBackward {
   const float* grad_log_sum_exp;
   const float* entropy;  // where there is grad_entropy
   void* grad_logits;     // [rows, vocab], which may be `logits`
+  DType grad_dtype;      // that of the logits, or any of float32 ones
   int64_t grad_stride;
   // The columns given are those from `first_column` on, of `full_vocab`.
   int64_t first_column, full_vocab;

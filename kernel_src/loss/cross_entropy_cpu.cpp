@@ -197,6 +197,7 @@ static LossFactors loss_factors(const LossBackward& p, int64_t row) {
           grad * p.smoothing / static_cast<float>(p.full_vocab)};
 }
 
+// To gradients of T.
 template <class T>
 static void loss_backward_row(const LossBackward& p, int64_t row) {
   T* target_row = static_cast<T*>(p.grad_logits) + row * p.grad_stride;
@@ -237,7 +238,7 @@ static void loss_backward_row(const LossBackward& p, int64_t row) {
 }
 
 FUSELAGE_HIDDEN void loss_backward(const LossBackward& p, int64_t begin, int64_t end) {
-  visit_dtype(p.in.dtype, [&](auto type) {
+  visit_dtype(p.grad_dtype, [&](auto type) {
     for (int64_t row = begin; row < end; ++row) loss_backward_row<decltype(type)>(p, row);
   });
 }

@@ -139,7 +139,7 @@ inline bool is_aligned(const LossRows& in) {
 }
 inline bool is_aligned(const LossBackward& p) {
   return is_aligned(p.in) &&
-         aligned_rows(p.grad_logits, p.in.rows == 1 ? 0 : p.grad_stride, p.in.vocab, p.in.dtype);
+         aligned_rows(p.grad_logits, p.in.rows == 1 ? 0 : p.grad_stride, p.in.vocab, p.grad_dtype);
 }
 
 }  // namespace fuselage

@@ -70,8 +70,11 @@ def leaves_of(given: dict, bias: Tensor | None, dtype=None) -> list[Tensor]:
     return [t.detach().to(dtype or t.dtype, copy=True).requires_grad_() for t in found]
 
 
-def check_gradients(ours, exact, grad_logits: Tensor, given: dict, label: str) -> None:
-    """Within a rounding of each logit's gradient, and of the result."""
+def check_gradients(
+    ours, exact, grad_logits: Tensor, given: dict, label: str, hidden_roundings: int = 0
+) -> None:
+    """Within a rounding of each logit's gradient, and of the result; and for the gradient of the
+    weight so many of hidden."""
     dtype = given["hidden"].dtype
     size = grad_logits.abs().clamp(
         min=2.0**-14 if dtype == torch.float16 else 0.0
@@ -79,7 +82,7 @@ def check_gradients(ours, exact, grad_logits: Tensor, given: dict, label: str) -
     noise = ROUNDING[dtype] * size + NOISE * size.amax(1, keepdim=True)
     bounds = (
         noise @ given["weight"].double().abs(),
-        noise.T @ given["hidden"].double().abs(),
+        (noise + hidden_roundings * ROUNDING[dtype] * size).T @ given["hidden"].double().abs(),
         noise.sum(0),
     )
     for name, a, e, bound in zip(("hidden", "weight", "bias"), ours, exact, bounds, strict=False):
@@ -89,7 +92,9 @@ def check_gradients(ours, exact, grad_logits: Tensor, given: dict, label: str) -
         assert (error <= bound).all(), f"{label}, {name}: {(error / bound).max().item():.3g}"
 
 
-def check_loss(fuselage, given: dict, **options) -> Tensor:
+def check_loss(
+    fuselage, given: dict, grad: float | None = None, hidden_roundings: int = 0, **options
+) -> Tensor:
     workspace = {"max_workspace": options.pop("max_workspace", SMALL)}
     bias = options.pop("bias", None)
     leaves, doubles = leaves_of(given, bias), leaves_of(given, bias, torch.float64)
@@ -105,11 +110,11 @@ def check_loss(fuselage, given: dict, **options) -> Tensor:
     with torch.no_grad():
         plain = fuselage.linear_cross_entropy(**given, bias=bias, **options, **workspace)
         assert_same_bits(plain, loss, "no gradient")
-    grad = torch.randn_like(loss)
+    grad = torch.randn_like(loss) if grad is None else torch.full_like(loss, grad)
     ours = torch.autograd.grad(loss, leaves, grad)
     (expected * grad.double()).sum().backward()
     exact = [t.grad for t in doubles]
-    check_gradients(ours, exact, logits.grad, given, "cross_entropy")
+    check_gradients(ours, exact, logits.grad, given, "cross_entropy", hidden_roundings)
     return loss.detach()
 
 
@@ -129,6 +134,39 @@ def test_shapes(fuselage, device, rows, dim, vocab):
     small = check_loss(fuselage, given, reduction="none")
     whole = check_loss(fuselage, given, reduction="none", max_workspace=1 << 30)
     assert_same_bits(small, whole, "another workspace")
+
+
+@each_dtype
+@pytest.mark.parametrize("rows", [256, 600])
+@pytest.mark.parametrize("case", ["plain", "sum", "all"])
+def test_gradients_kept_from_the_forward(fuselage, device, dtype, rows, case):
+    """Of 256 rows: all there are, or not those after them."""
+    given = make(device, dtype, rows)
+    options = options_of(case, given)
+    weights = options.pop("token_weights", None)
+    workspace = 400 * 777 * dtype.itemsize * 4 // 3
+    forward = fuselage.linear_loss.ops.linear_cross_entropy_fwd.default
+    *_, kept = forward(
+        *(given["hidden"], given["weight"], None, given["targets"], weights, 2, -100),
+        *(0.0, 0.0, None, workspace),
+    )
+    assert kept.shape == (0 if dtype == torch.float16 else 256, 777) and kept.dtype == dtype
+    options |= {"token_weights": weights, "max_workspace": workspace}
+    check_loss(fuselage, given, **options, grad=-0.25)
+    check_loss(fuselage, given, **options, hidden_roundings=1)
+
+
+def test_a_kept_gradient_is_read_twice(fuselage, device):
+    """By two backwards of one forward, of different gradients of the loss."""
+    given = make(device, torch.bfloat16)
+    leaves = leaves_of(given, None)
+    loss = fuselage.linear_cross_entropy(*leaves, given["targets"])
+    once, twice, eightfold = (
+        torch.autograd.grad(factor * loss, leaves, retain_graph=True) for factor in (1, 1, 8)
+    )
+    for a, b, c in zip(once, twice, eightfold, strict=True):
+        assert_same_bits(a, b, "again")
+        assert_same_bits(8 * a, c, "of another gradient")
 
 
 def test_any_leading_dimensions(fuselage, device):

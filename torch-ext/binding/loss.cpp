@@ -196,6 +196,7 @@ void run_backward(Given& given, LossBackward& p, const Tensor& statistics,
   if (p.full_vocab == 0) p.full_vocab = p.in.vocab;
   p.statistics = static_cast<const RowStatistics*>(statistics.const_data_ptr());
   p.grad_logits = grad_logits.mutable_data_ptr();
+  p.grad_dtype = *dtype_from(grad_logits.scalar_type());
   p.grad_stride = grad_stride;
   launch<cpu::loss_backward, gpu::loss_backward>(given.op, given.logits, p, p.in.rows, p.in.vocab);
 }
@@ -365,15 +366,18 @@ Tensor log_probs_bwd(const OptionalTensor& grad_log_probs, const OptionalTensor&
   return grad_logits;
 }
 
-// The backward of either loss for some of the columns, `vocab` in all, from `first_column` on,
-// written over the logits. `grad_loss`: of each row's cross-entropy; without it, of log_probs.
-void loss_columns_bwd_(const Tensor& logits, const Tensor& targets, const Tensor& statistics,
-                       const OptionalTensor& grad_loss, double label_smoothing,
-                       double lse_square_scale, const OptionalTensor& grad_log_probs,
-                       const OptionalTensor& grad_entropy, const OptionalTensor& grad_log_sum_exp,
-                       const OptionalTensor& entropy, double temperature,
-                       std::optional<double> logit_softcap, int64_t ignore_index,
-                       int64_t first_column, int64_t vocab) {
+// The backward of either loss for some of the columns, `vocab` in all, from `first_column` on.
+// `grad_logits`: of the logits' shape and dtype, or, of float32 logits, of any; may be `logits`.
+// `grad_loss`: of each row's cross-entropy, or one for all; without it, of log_probs. It is divided
+// by `count`, if given.
+void loss_columns_bwd_(const Tensor& grad_logits, const Tensor& logits, const Tensor& targets,
+                       const Tensor& statistics, const OptionalTensor& grad_loss,
+                       const OptionalTensor& token_weights, const OptionalTensor& count,
+                       double label_smoothing, double lse_square_scale,
+                       const OptionalTensor& grad_log_probs, const OptionalTensor& grad_entropy,
+                       const OptionalTensor& grad_log_sum_exp, const OptionalTensor& entropy,
+                       double temperature, std::optional<double> logit_softcap,
+                       int64_t ignore_index, int64_t first_column, int64_t vocab) {
   const char* op = "loss_columns_bwd_";
   LossBackward p{};
   p.inv_temperature = check_temperature(op, temperature);
@@ -382,17 +386,34 @@ void loss_columns_bwd_(const Tensor& logits, const Tensor& targets, const Tensor
   FUSELAGE_CHECK(op, first_column >= 0 && first_column + given.in.vocab <= vocab,
                  "`logits` must be columns of ", vocab, ", got ", shape_of(logits), " from ",
                  first_column);
+  const DType dtype = check_rows(op, grad_logits, "grad_logits");
+  FUSELAGE_CHECK(op,
+                 rows_in(grad_logits) == given.in.rows && columns_in(grad_logits) == given.in.vocab,
+                 "`grad_logits` must have the shape of `logits` ", shape_of(logits), ", got ",
+                 shape_of(grad_logits));
+  FUSELAGE_CHECK(op, dtype == given.in.dtype || given.in.dtype == DType::float32,
+                 "`grad_logits` must have the dtype of `logits`, unless that is float32");
+  check_same_device(op, "grad_logits", grad_logits, logits, "logits");
   const LogProbsGradients gradients(given, grad_log_probs, grad_entropy, grad_log_sum_exp, entropy,
                                     p);
-  const OptionalTensor of_loss = check_floats_of_rows(op, "grad_loss", grad_loss, logits);
+  OptionalTensor of_loss = grad_loss;
+  if (grad_loss.has_value()) {
+    p.grad_per_row = grad_loss->dim() > 0;
+    if (p.grad_per_row) of_loss = check_floats_of_rows(op, "grad_loss", grad_loss, logits);
+    check_same_device(op, "grad_loss", *grad_loss, logits, "logits");
+    FUSELAGE_CHECK(op, is_float32(*grad_loss), "`grad_loss` must be float32");
+  }
+  if (count.has_value()) check_saved(op, "count", *count, 1, logits, "logits", "count of targets");
+  const OptionalTensor weights = check_floats_of_rows(op, "token_weights", token_weights, logits);
   p.grad_loss = floats_in(of_loss);
-  p.grad_per_row = true;
+  p.token_weights = floats_in(weights);
+  p.count = floats_in(count);
   p.smoothing = static_cast<float>(label_smoothing);
   p.square_scale = static_cast<float>(lse_square_scale);
   p.first_column = first_column;
   p.full_vocab = vocab;
-  const int64_t stride = check_written_rows(op, "logits", logits, "a copy");
-  run_backward(given, p, statistics, logits, stride);
+  const int64_t stride = check_written_rows(op, "grad_logits", grad_logits, "a copy");
+  run_backward(given, p, statistics, grad_logits, stride);
 }
 
 }  // namespace
@@ -424,10 +445,11 @@ void register_loss_ops(const Ops& ops) {
       "float? logit_softcap, int ignore_index) -> Tensor grad_logits",
       TORCH_BOX(&log_probs_bwd));
   ops.op(
-      "loss_columns_bwd_(Tensor(a!) logits, Tensor targets, Tensor statistics, Tensor? grad_loss, "
-      "float label_smoothing, float lse_square_scale, Tensor? grad_log_probs, Tensor? "
-      "grad_entropy, Tensor? grad_log_sum_exp, Tensor? entropy, float temperature, float? "
-      "logit_softcap, int ignore_index, int first_column, int vocab) -> ()",
+      "loss_columns_bwd_(Tensor(a!) grad_logits, Tensor logits, Tensor targets, Tensor statistics, "
+      "Tensor? grad_loss, Tensor? token_weights, Tensor? count, float label_smoothing, "
+      "float lse_square_scale, Tensor? grad_log_probs, Tensor? grad_entropy, "
+      "Tensor? grad_log_sum_exp, Tensor? entropy, float temperature, float? logit_softcap, "
+      "int ignore_index, int first_column, int vocab) -> ()",
       TORCH_BOX(&loss_columns_bwd_));
 }
 

@@ -99,12 +99,22 @@ def register_autocast(rule: Rule, *names: str) -> None:
 
 
 def _kernel(rule: Rule, overload, parameters: list[str], device_type: str) -> tuple[Callable, str]:
-    key = f"Autocast{device_type.upper()}"
-    without_autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
     def kernel(*args):
         arguments = dict(zip(parameters, args))
-        with torch._C._ExcludeDispatchKeyGuard(without_autocast):
+        with without_autocast(device_type):
             return rule.call(overload, arguments, device_type)
 
-    return kernel, key
+    return kernel, f"Autocast{device_type.upper()}"
+
+
+_KEYS = {
+    device_type: torch._C.DispatchKeySet(
+        getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
+    )
+    for device_type in ("cpu", "cuda")
+}
+
+
+def without_autocast(device_type: str):
+    """A context in which autocast changes nothing on such a device."""
+    return torch._C._ExcludeDispatchKeyGuard(_KEYS[device_type])

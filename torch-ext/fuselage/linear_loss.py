@@ -2,9 +2,13 @@
 memory.
 
 The forward takes some rows of hidden at a time: their logits, and what the loss needs of them. The
-backward makes the logits again, some rows of the weight at a time, and puts their gradient in their
-place: the gradient of those rows is complete then, and is rounded once, and that of hidden adds up
-in float32. Logits are float32, and have the bits that `lm_head_sample` draws from.
+backward makes the logits again, some rows of the weight at a time, and their gradient of them: the
+gradient of those rows is complete then, and is rounded once, and that of hidden adds up in float32.
+Logits are float32; those of the forward have the bits that `lm_head_sample` draws from.
+
+Where the loss is a mean or a sum, the gradient of a logit is known in the forward, but for the
+factor of the loss's gradient. The forward keeps it of as many rows as three quarters of the
+workspace hold; those logits are not made again.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from ._arguments import refuse_wrong_kinds
-from ._autocast import Product, library, register_autocast
+from ._autocast import Product, library, register_autocast, without_autocast
 from ._autograd import below_autograd, differentiable, some_need_grad
 from ._fake import (
     fake_kernel_of,
@@ -59,7 +63,10 @@ def linear_cross_entropy(
 
     Logits are float32, and never rounded. Their gradient is rounded to the dtype of `hidden` before
     it is multiplied by `weight` and `hidden`; those products add up in float32, and are rounded
-    once. The backward computes the logits again: four matrix products in all.
+    once. Where the loss is a mean or a sum, and not of float16, that gradient is kept from the
+    forward of as many tokens as `max_workspace` has room for; the gradient of `weight` is then that
+    of `hidden` times the loss's gradient, which is rounded where that is no power of two. The
+    logits of the other tokens are computed again in the backward: a fourth matrix product.
 
     Args:
         hidden: `[..., dim]`, float16, bfloat16 or float32, with any row stride.
@@ -71,7 +78,8 @@ def linear_cross_entropy(
             not finite.
         max_workspace: Bytes for logits and their gradient, of which as many are made at a time. At
             least one row of logits is in the forward, and 256 columns in the backward. Besides,
-            the backward keeps the gradient of half-precision `hidden` in float32.
+            the backward keeps the gradient of half-precision `hidden` in float32. With 8/3 bytes
+            for each half-precision logit (16/3 of float32) none is computed twice.
 
     Returns:
         float32, a scalar or `[...]`. The loss of a token has the same bits whatever the other
@@ -277,58 +285,133 @@ def _other_shape(op: str, hidden: torch.Tensor, name: str, tensor: torch.Tensor)
 # Some of the logits at a time.
 
 
-def _parts(size: int, most: int) -> Iterator[slice]:
+def _parts(begin: int, end: int, most: int) -> Iterator[slice]:
     """Slices of at most so many, in whole blocks of _ROWS where that many are allowed."""
     step = max(1, most if most < _ROWS else most // _ROWS * _ROWS)
-    for begin in range(0, size, step):
-        yield slice(begin, min(begin + step, size))
+    for first in range(begin, end, step):
+        yield slice(first, min(first + step, end))
 
 
-def _logits_of_rows(hidden, weight, bias, max_workspace) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Slices of hidden, and all of their logits. Of no rows there is one, for what is checked."""
-    vocab = weight.shape[0] if weight.dim() > 0 else 0
+def _parts_of_rows(hidden, weight, max_workspace: int, kept: int = 0) -> list[slice]:
+    """Of hidden, those whose logits are made together; none has the row `kept` amid.
+
+    Of no rows there is one, for what is checked.
+    """
+    rows, vocab = hidden.shape[0], weight.shape[0] if weight.dim() > 0 else 0
     most = max_workspace // (4 * max(vocab, 1))
-    for part in [*_parts(hidden.shape[0], most)] or [slice(0, 0)]:
-        yield part, _head_logits(hidden[part], weight, bias)
+    return [*_parts(0, kept, most), *_parts(kept, rows, most)] or [slice(0, 0)]
 
 
-def _gradients(hidden, weight, bias, targets, statistics, needs, max_workspace, *factors):
-    """The gradients of hidden, weight and bias; empty where they are not needed."""
+def _logits_again(hidden, weight, bias) -> torch.Tensor:
+    """Logits for a gradient.
+
+    NOTE: of few columns, the head's kernel takes 1.7 to 3 times as long as a product of cuBLAS,
+    whose bits differ.
+    """
+    if hidden.dtype == torch.float32 or not _has_float32_products(hidden):
+        return _head_logits(hidden, weight, bias)
+    logits = _rows_of(hidden, hidden.shape[0], weight.shape[0], torch.float32)
+    torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=logits)
+    return logits if bias is None else logits.add_(bias)
+
+
+def _rows_of(like: torch.Tensor, rows: int, columns: int, dtype=None) -> torch.Tensor:
+    """Rows that start on 32-byte boundaries, for kernels and products."""
+    padded = (columns + 15) // 16 * 16
+    return like.new_empty((rows, padded), dtype=dtype or like.dtype)[:, :columns]
+
+
+def _no_kept(hidden, weight, max_workspace, reduction: int) -> torch.Tensor:
+    """Where the forward keeps the gradients of some rows' logits.
+
+    NOTE: none of float16, whose range may not have them before they are multiplied by the gradient
+    of the loss.
+    """
+    vocab = weight.shape[0] if weight.dim() > 0 else 0
+    rows = 0
+    if reduction != _NONE and hidden.dtype != torch.float16:
+        room = max_workspace * 3 // 4 // (hidden.element_size() * max(vocab, 1)) // _ROWS * _ROWS
+        rows = torch.sym_min(hidden.shape[0], room)
+    return _rows_of(hidden, rows, vocab)
+
+
+def _gradients(hidden, weight, bias, needs, max_workspace, differentiate, kept=None, factor=None):
+    """The gradients of hidden, weight and bias; empty where they are not needed.
+
+    `differentiate(grads, logits, rows, first_column)` writes the gradients of logits of some rows
+    and columns. Those of the first rows are `kept`. All are then times `factor`, if given.
+    """
     needs_hidden, needs_weight, needs_bias = needs
-    half = hidden.dtype != torch.float32
-    nothing = hidden.new_empty((0,))
-    grad_hidden, grad_weight, grad_bias = nothing, nothing, nothing
-    if needs_hidden:
-        grad_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32)
-    if needs_weight:
-        grad_weight = weight.new_empty(weight.shape)
-    if needs_bias:
-        grad_bias = bias.new_empty(bias.shape)
-    vocab = weight.shape[0]
-    bytes_of_column = hidden.shape[0] * (4 + (hidden.element_size() if half else 0))
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    grad_hidden = hidden.new_empty(hidden.shape if needs_hidden else (0,))
+    grad_weight = weight.new_empty(weight.shape if needs_weight else (0,))
+    grad_bias = bias.new_empty(bias.shape) if needs_bias else hidden.new_empty((0,))
+    others = slice(0 if kept is None else kept.shape[0], rows)
+    bytes_of_column = 0
+    if others.start < rows:
+        bytes_of_column = rows * hidden.element_size() + 4 * (rows - others.start)
+    if others.start > 0:
+        max_workspace -= kept.numel() * kept.element_size()
     most = max(max_workspace // max(bytes_of_column, 1), _ROWS)
-    for part in _parts(vocab, most):
-        rows, own_bias = weight[part], None if bias is None else bias[part]
-        logits = _head_logits(hidden, rows, own_bias)
-        _loss_columns_bwd(logits, targets, statistics, *factors, part.start, vocab)
-        if needs_bias:
-            grad_bias[part] = logits.sum(0)
-        grads = logits.to(hidden.dtype)
-        del logits  # before there are the next
-        if needs_weight:
-            torch.mm(grads.t(), hidden, out=grad_weight[part])
+    factored_hidden = hidden if factor is None or not needs_weight else hidden * factor
+    sums = None
+    for part in _parts(0, vocab, most):
+        weights = _some(weight, part)
+        if others.start < rows or rows == 0:
+            grads = _rows_of(hidden, rows, weights.shape[0])
+            if others.start > 0:
+                _copy_rows(grads[: others.start], kept[:, part])
+            logits = _logits_again(_some(hidden, others), weights, _some(bias, part))
+            differentiate(_some(grads, others), logits, others, part.start)
+            del logits  # before there are products
+        else:
+            grads = kept[:, part]
         if needs_hidden:
-            grad_hidden += _float32_product(grads, rows)
-        del grads
-    return grad_hidden.to(hidden.dtype), grad_weight, grad_bias
+            sums = _add_product(sums, grads, weights)
+        if needs_weight:
+            torch.mm(grads.t(), factored_hidden, out=_some(grad_weight, part))
+        if needs_bias:
+            of_bias = grads.sum(0, dtype=torch.float32)
+            _multiply(grad_bias[part], of_bias, factor)
+        del grads  # before there are the next
+    if needs_hidden:
+        _multiply(grad_hidden, sums, factor)
+    return grad_hidden, grad_weight, grad_bias
 
 
-def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    if a.dtype == torch.float32:
-        return a @ b
-    if a.is_cuda and torch.version.cuda is not None:  # ROCm's has no such form
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+def _some(of_rows: Optional[torch.Tensor], rows: slice) -> Optional[torch.Tensor]:
+    """of_rows[rows]. NOTE: a slice of all rows takes 2 us."""
+    if of_rows is None or (rows.start == 0 and rows.stop == of_rows.shape[0]):
+        return of_rows
+    return of_rows[rows]
+
+
+def _multiply(out: torch.Tensor, x: torch.Tensor, factor: Optional[torch.Tensor]) -> None:
+    out.copy_(x) if factor is None else torch.mul(x, factor, out=out)
+
+
+def _copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Of rows of `_rows_of`. NOTE: by 8 bytes, as PyTorch copies rows by elements."""
+    size = (source.shape[0], (source.shape[1] + 15) // 16 * 16)
+    wide = (t.as_strided(size, t.stride()).view(torch.int64) for t in (target, source))
+    next(wide).copy_(next(wide))
+
+
+def _add_product(sum: Optional[torch.Tensor], a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """sum + a @ b in float32, in the place of sum."""
+    options = {}
+    if a.dtype != torch.float32 and _has_float32_products(a):
+        options = {"out_dtype": torch.float32}
+    else:
+        a, b = a.float(), b.float()
+    if sum is None:
+        return torch.mm(a, b, **options)
+    return torch.addmm(sum, a, b, **options, out=sum)
+
+
+def _has_float32_products(x: torch.Tensor) -> bool:
+    """Whether PyTorch has float32 products of half-precision matrices. NOTE: not on ROCm."""
+    return x.is_cuda and torch.version.cuda is not None
 
 
 # The ops, made of those above.
@@ -341,9 +424,8 @@ def _op(schema: str):
         name = schema.partition("(")[0]
 
         def kernel(hidden, *others):
-            device_type = "cuda" if hidden.is_cuda else "cpu"
             try:
-                with below_autograd(), torch.autocast(device_type, enabled=False):
+                with below_autograd(), without_autocast("cuda" if hidden.is_cuda else "cpu"):
                     return function(hidden, *others)
             except RuntimeError as error:
                 raise _renamed(error, name.removesuffix("_fwd")) from None
@@ -380,57 +462,112 @@ _NEEDS = "bool needs_grad_hidden, bool needs_grad_weight, bool needs_grad_bias"
 _GRADIENTS = "(Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)"
 
 
-@_op(f"linear_cross_entropy_fwd({_LOSS}) -> (Tensor loss, Tensor statistics, Tensor count)")
-def _forward_of_loss(hidden, weight, bias, targets, token_weights, reduction, *options):
+@_op(
+    f"linear_cross_entropy_fwd({_LOSS}) -> "
+    "(Tensor loss, Tensor statistics, Tensor count, Tensor kept)"
+)
+def _forward_of_loss(hidden, weight, bias, targets, token_weights, reduction, *options, keep=True):
     ignore_index, *options, max_workspace = options
     tokens = {"targets": targets, "token_weights": token_weights}
     _check("linear_cross_entropy", hidden, max_workspace, **tokens)
-    losses, statistics = floats_of_rows(hidden), floats_of_rows(hidden, 2)
-    for part, logits in _logits_of_rows(hidden, weight, bias, max_workspace):
-        weights = None if token_weights is None else token_weights[part]
-        losses[part], statistics[part], _ = _cross_entropy_fwd(
-            logits, targets[part], weights, _NONE, ignore_index, *options, False
+    kept = _no_kept(hidden, weight, max_workspace, reduction if keep else _NONE)
+    if kept.shape[0] > 0:
+        max_workspace -= kept.numel() * kept.element_size()
+        one = hidden.new_ones((), dtype=torch.float32)
+    parts = _parts_of_rows(hidden, weight, max_workspace, kept.shape[0])
+    several = len(parts) > 1
+    if several:
+        losses, statistics = floats_of_rows(hidden), floats_of_rows(hidden, 2)
+        count = losses.new_empty((0,))
+        if reduction != _NONE:
+            count = (targets != ignore_index).sum(dtype=torch.float32).view(1)
+    for part in parts:
+        logits = _head_logits(_some(hidden, part), weight, bias)
+        found = _cross_entropy_fwd(
+            *(logits, _some(targets, part), _some(token_weights, part)),
+            *(_NONE if several else reduction, ignore_index, *options, False),
         )
+        if several:
+            losses[part], statistics[part], _ = found
+        else:
+            loss, statistics, count = found
+        if part.start < kept.shape[0]:
+            divisor = count if reduction == _MEAN else None
+            factors = (one, token_weights, divisor, *options, ignore_index)
+            differentiate = _differentiate_cross_entropy(weight, targets, statistics, *factors)
+            differentiate(_some(kept, part), logits, part, 0)
         del logits  # before there are the next
-    if reduction == _NONE:
-        return losses, statistics, losses.new_empty((0,))
-    total, count = losses.sum(dtype=torch.float64), (targets != ignore_index).sum()
-    loss = (total / count if reduction == _MEAN else total).float()
-    return loss, statistics, count.float().view(1)
+    if several and reduction == _NONE:
+        loss = losses
+    elif several:
+        loss = losses.sum(dtype=torch.float64)
+        loss = (loss / count[0] if reduction == _MEAN else loss).float()
+    return loss, statistics, count, kept
 
 
 @_op(f"linear_cross_entropy({_LOSS}) -> Tensor loss")
 def _(*arguments):
-    return _forward_of_loss(*arguments)[0]
+    return _forward_of_loss(*arguments, keep=False)[0]
 
 
 @_op(
     f"linear_cross_entropy_bwd({_HEAD}, Tensor? token_weights, Tensor grad_out, Tensor statistics, "
-    f"Tensor count, {_LOSS_OPTIONS}, {_NEEDS}) -> {_GRADIENTS}"
+    f"Tensor count, Tensor kept, {_LOSS_OPTIONS}, {_NEEDS}) -> {_GRADIENTS}"
 )
-def _(hidden, weight, bias, targets, token_weights, grad_out, statistics, count, *options):
-    reduction, ignore_index, smoothing, square_scale, softcap, max_workspace, *needs = options
-    grad_losses = grad_out.float().expand(hidden.shape[0])
-    if token_weights is not None:
-        grad_losses = grad_losses * token_weights
-    if reduction == _MEAN:
-        grad_losses = grad_losses / count
-    factors = (grad_losses, smoothing, square_scale, None, None, None, None, 1.0, softcap)
-    head = (hidden, weight, bias, targets)
-    return _gradients(*head, statistics, needs, max_workspace, *factors, ignore_index)
+def _(hidden, weight, bias, targets, token_weights, grad_out, statistics, count, kept, *options):
+    reduction, ignore_index, *options, max_workspace, needs_1, needs_2, needs_3 = options
+    grad, factor, divisor = grad_out, None, count if reduction == _MEAN else None
+    if kept.shape[0] > 0:
+        factor = grad_out
+        if kept.shape[0] < hidden.shape[0]:
+            grad = torch.ones_like(grad_out)
+    factors = (grad, token_weights, divisor, *options, ignore_index)
+    differentiate = _differentiate_cross_entropy(weight, targets, statistics, *factors)
+    needs = needs_1, needs_2, needs_3
+    return _gradients(hidden, weight, bias, needs, max_workspace, differentiate, kept, factor)
+
+
+def _differentiate_cross_entropy(
+    weight,
+    targets,
+    statistics,
+    grad,
+    token_weights,
+    divisor,
+    smoothing,
+    square_scale,
+    softcap,
+    ignore_index,
+):
+    """As `_gradients` wants it, of gradients of each row's loss or of all, over `divisor`."""
+
+    def differentiate(grads, logits, rows: slice, first_column: int) -> None:
+        _loss_columns_bwd(
+            *(grads, logits, _some(targets, rows), _some(statistics, rows)),
+            *(_some(grad, rows) if grad.dim() > 0 else grad, _some(token_weights, rows), divisor),
+            *(smoothing, square_scale, None, None, None, None, 1.0, softcap, ignore_index),
+            *(first_column, weight.shape[0]),
+        )
+
+    return differentiate
 
 
 @_op(f"linear_log_probs_fwd({_LOG_PROBS}) -> ({_LOG_PROBS_RESULTS}, Tensor statistics)")
 def _forward_of_log_probs(hidden, weight, bias, targets, *options):
     *options, has_entropy, max_workspace = options
     _check("linear_log_probs", hidden, max_workspace, targets=targets)
-    results = _empty_log_probs(hidden, has_entropy)
-    for part, logits in _logits_of_rows(hidden, weight, bias, max_workspace):
-        found = _log_probs_fwd(logits, targets[part], *options, has_entropy)
+    parts = _parts_of_rows(hidden, weight, max_workspace)
+    if len(parts) > 1:
+        results = _empty_log_probs(hidden, has_entropy)
+    for part in parts:
+        logits = _head_logits(_some(hidden, part), weight, bias)
+        found = _log_probs_fwd(logits, _some(targets, part), *options, has_entropy)
+        del logits  # before there are the next
+        if len(parts) == 1:
+            return found
         for result, of_part in zip(results, found):
             if result.shape[0] > 0:
                 result[part] = of_part
-        del logits  # before there are the next
     return results
 
 
@@ -445,11 +582,18 @@ def _(*arguments):
     f"float? logit_softcap, int ignore_index, int max_workspace, {_NEEDS}) -> {_GRADIENTS}"
 )
 def _(hidden, weight, bias, targets, *others):
-    grads, (entropy, statistics), options = others[:3], others[3:5], others[5:]
-    temperature, softcap, ignore_index, max_workspace, *needs = options
-    factors = (None, 0.0, 0.0, *grads, entropy, temperature, softcap, ignore_index)
-    head = (hidden, weight, bias, targets)
-    return _gradients(*head, statistics, needs, max_workspace, *factors)
+    of_rows, others = others[:5], others[5:]
+    temperature, softcap, ignore_index, max_workspace, *needs = others
+    vocab = weight.shape[0]
+
+    def differentiate(grads, logits, rows: slice, first_column: int) -> None:
+        *gradients, entropy, statistics = (_some(t, rows) for t in of_rows)
+        _loss_columns_bwd(
+            *(grads, logits, targets[rows], statistics, None, None, None, 0.0, 0.0),
+            *(*gradients, entropy, temperature, softcap, ignore_index, first_column, vocab),
+        )
+
+    return _gradients(hidden, weight, bias, needs, max_workspace, differentiate)
 
 
 def _check(op: str, hidden: torch.Tensor, max_workspace: int, **of_tokens) -> None:
@@ -479,13 +623,12 @@ def _empty_log_probs(hidden, has_entropy) -> tuple[torch.Tensor, ...]:
 
 def _save_cross_entropy(ctx, inputs, outputs):
     ctx.options = inputs[5:]
-    _, statistics, count = outputs
-    ctx.save_for_backward(*inputs[:5], statistics, count)
+    ctx.save_for_backward(*inputs[:5], *outputs[1:])
 
 
 def _cross_entropy_backward(ctx, grad_out):
-    *inputs, statistics, count = ctx.saved_tensors
-    saved = (*inputs, grad_out, statistics, count)
+    *inputs, statistics, count, kept = ctx.saved_tensors
+    saved = (*inputs, grad_out, statistics, count, kept)
     return ops.linear_cross_entropy_bwd.default(*saved, *ctx.options, *_needs(ctx))
 
 
@@ -528,7 +671,8 @@ def _fake_loss(hidden, weight, bias, targets, token_weights, reduction, *options
     losses = floats_of_rows(hidden)
     loss = losses if reduction == _NONE else losses.new_empty(())
     count = losses.new_empty((0 if reduction == _NONE else 1,))
-    return loss, floats_of_rows(hidden, 2), count
+    kept = _no_kept(hidden, weight, options[-1], reduction)
+    return loss, floats_of_rows(hidden, 2), count, kept
 
 
 def _fake_log_probs(hidden, weight, bias, targets, *options):
