@@ -148,19 +148,18 @@ def _loss(
     **kwargs,
 ) -> torch.Tensor:
     """As transformers' ForCausalLMLoss, of what goes into the head in place of logits."""
-    hidden = logits
+    hidden, weights = logits, None
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    loss = linear_cross_entropy(
-        hidden,
-        head.weight,
-        shift_labels.reshape(hidden.shape[:-1]).to(hidden.device),
+    targets = shift_labels.reshape(hidden.shape[:-1]).to(hidden.device)
+    if num_items_in_batch is not None:
+        # NOTE: of each token, not of the sum: so gradients are rounded with it, and not before.
+        items = torch.as_tensor(num_items_in_batch, device=hidden.device)
+        weights = items.float().reciprocal().expand(targets.shape)
+    return linear_cross_entropy(
+        *(hidden, head.weight, targets),
         bias=head.bias,
-        reduction="mean" if num_items_in_batch is None else "sum",
+        reduction="mean" if weights is None else "sum",
         ignore_index=ignore_index,
+        token_weights=weights,
     )
-    if num_items_in_batch is None:
-        return loss
-    if isinstance(num_items_in_batch, torch.Tensor):
-        num_items_in_batch = num_items_in_batch.to(loss.device)
-    return loss / num_items_in_batch
