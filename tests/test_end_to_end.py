@@ -196,3 +196,48 @@ def test_a_column_that_runs_out_of_memory_ends_no_other(main, monkeypatch, tmp_p
 
 def test_a_cpu_times_nothing_of_full_size(main):
     assert main(["--device", "cpu", "--only", "ltx-video"]) == 2
+
+
+@pytest.fixture
+def batch(main):
+    from benchmarks.end_to_end import batch
+
+    return batch
+
+
+def step_with_room_for(room: int, tried: list[int], error: Exception | None = None):
+    def run(sequences: int) -> None:
+        tried.append(sequences)
+        if sequences > room:
+            raise error or torch.OutOfMemoryError("no memory")
+
+    return run
+
+
+@pytest.mark.parametrize("room", [0, 1, 5, 7, 8, 9, 15, 31, 100, 1000, 5000])
+def test_the_largest_batch(batch, room):
+    tried = []
+    run = step_with_room_for(room, tried)
+    found = batch.largest(batch.Batches(run, 16, first=8, most=1024), "cpu", 60.0)
+    fits, fails = found["fits"], found["fails"]
+    assert fits <= room and fits in (0, *tried) and len(tried) <= 14
+    if room >= 1024:
+        assert found == {"fits": 1024, "fails": None}
+    else:
+        assert fits >= room * 15 // 16 and room < fails <= max(fits + 1, fits + fits // 16)
+        assert fails in tried
+
+
+def test_the_search_for_the_largest_batch_ends_in_time(batch):
+    tried = []
+    run = step_with_room_for(100, tried)
+    found = batch.largest(batch.Batches(run, 16, first=8, most=1024), "cpu", 0.0)
+    assert tried == [8] and found == {"fits": 8, "fails": None}
+
+
+def test_only_a_lack_of_memory_says_that_a_batch_does_not_fit(batch):
+    driver = RuntimeError("CUDA driver error: out of memory")
+    assert not batch.has_room(lambda: step_with_room_for(0, [], driver)(1), "cpu")
+    other = RuntimeError("sizes do not match")
+    with pytest.raises(RuntimeError, match="sizes"):
+        batch.has_room(lambda: step_with_room_for(0, [], other)(1), "cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -76,15 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.quick or options.output:
             results.save(path, stored)
         del scenario
-        free(device)
+        measure.free(device)
     return int(failed)
-
-
-def free(device: str) -> None:
-    """Gives back the memory of the models that are gone."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def exact_error(name: str, fuselage, device: str) -> float:
@@ -95,7 +87,7 @@ def exact_error(name: str, fuselage, device: str) -> float:
     integration.patch(scenario.model)
     error = error_of(scenario, scenario.model, expected)
     del scenario
-    free(device)
+    measure.free(device)
     return error
 
 
@@ -196,7 +188,7 @@ def timed_pair(
             print(f"  out of memory: {name} is left out", flush=True)
             found[name].clear()
             scenario.model.zero_grad()
-            free(device)
+            measure.free(device)
     return {
         name: {
             "milliseconds": measure.summary(times),

@@ -31,6 +31,13 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def free(device: str) -> None:
+    """Gives back the memory of what is gone."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def nothing() -> None:
     """What most runs need before them."""
 
