@@ -198,6 +198,69 @@ def test_a_cpu_times_nothing_of_full_size(main):
     assert main(["--device", "cpu", "--only", "ltx-video"]) == 2
 
 
+LOSSES = ("llama-training-loss", "qwen3-4b-training-loss")
+
+
+@pytest.mark.slow
+def test_training_steps_with_and_without_the_fused_loss(main, tmp_path, capsys):
+    path = tmp_path / "results.json"
+    options = [*OPTIONS, "--output", str(path)]
+    assert main(options + [option for name in LOSSES for option in ("--only", name)]) == 0
+    stored = json.loads(path.read_text())["cases"]
+    for name in LOSSES:
+        case = stored[name]
+        assert case["verified"] and case["error"] <= 1e-4
+        assert list(case["columns"]) == ["eager", "eager + fuselage", "eager + fuselage + loss"]
+        shares = [column["breakdown"]["fuselage"] for column in case["columns"].values()]
+        assert shares[0] == 0 < shares[1]
+        found = case["largest_batch"]["sequences"]
+        assert list(found) == ["eager", "eager + fuselage + loss"]
+        assert all(ends == {"fits": 4, "fails": None} for ends in found.values())
+    assert capsys.readouterr().out.count("4 fit, more may") == 2 * len(LOSSES)
+
+
+@pytest.mark.slow
+def test_the_fused_loss_compiled(main, tmp_path):
+    path = tmp_path / "results.json"
+    options = ["--quick", "--device", "cpu", "--no-breakdown", "--output", str(path)]
+    assert main([*options, "--only", LOSSES[0], "--layers", "1"]) == 0
+    (case,) = json.loads(path.read_text())["cases"].values()
+    assert list(case["columns"])[3:] == [
+        "torch.compile",
+        "torch.compile + fuselage",
+        "torch.compile + fuselage + loss",
+    ]
+    assert "1 of 2 layers" in case["notes"] and "compiled whole" in case["notes"]
+    for column in case["columns"].values():
+        assert column["error"] <= 1e-4 and column["runs"] >= 5 and "breakdown" not in column
+
+
+@pytest.mark.parametrize("mistake", ["the gradient of the head", "no loss is taken"])
+def test_a_wrong_or_missing_loss_is_not_timed(main, fuselage, monkeypatch, capsys, mistake):
+    integration = fuselage.integrations.transformers
+    loss = sys.modules[fuselage.__name__ + ".integrations._loss"]
+    if mistake == "no loss is taken":
+        monkeypatch.setattr(integration, "recognise_causal_loss", lambda module: None)
+    else:
+        right = loss.linear_cross_entropy
+
+        def without(hidden, weight, *args, **keywords):
+            return right(hidden, weight.detach(), *args, **keywords) + 0.0 * weight.sum()
+
+        monkeypatch.setattr(loss, "linear_cross_entropy", without)
+    assert main([*OPTIONS, "--only", LOSSES[0]]) == 1
+    output = capsys.readouterr().out
+    assert "FAILED: not timed" in output and "| eager" not in output
+
+
+def test_the_shape_of_qwen3_4b(main, scenarios):
+    """4.02 billion weights, the head's counted once."""
+    model, title, notes = scenarios.causal_model("meta", False, None, False, kind="Qwen3-4B")
+    assert title == "Qwen3-4B shape, bf16" and not notes
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert sum(weight.numel() for weight in model.parameters()) == 4_022_468_096
+
+
 @pytest.fixture
 def batch(main):
     from benchmarks.end_to_end import batch
@@ -241,3 +304,84 @@ def test_only_a_lack_of_memory_says_that_a_batch_does_not_fit(batch):
     other = RuntimeError("sizes do not match")
     with pytest.raises(RuntimeError, match="sizes"):
         batch.has_room(lambda: step_with_room_for(0, [], other)(1), "cpu")
+
+
+def test_a_batch_without_room_leaves_no_gradients(main, scenarios):
+    scenario = scenarios.training_loss("cpu", True, 1)
+    shapes = []
+
+    def run_out(module, grad_input, grad_output):
+        shapes.append(grad_output[0].shape[:2])
+        assert scenario.model.get_output_embeddings().weight.grad is not None
+        raise torch.OutOfMemoryError("no memory")
+
+    scenario.model.model.layers[0].register_full_backward_hook(run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        scenario.batches.run(3)
+    assert shapes == [(3, scenario.batches.tokens)]
+    assert all(weight.grad is None for weight in scenario.model.parameters())
+
+
+def test_the_search_runs_the_plain_model_and_the_last_variant(main, scenarios, fuselage):
+    from benchmarks.end_to_end import cli
+
+    scenario = scenarios.training_loss("cpu", True, 1)
+    patched = []
+    scenario.batches.run = lambda sequences: patched.append("forward" in vars(scenario.model))
+    scenario.batches.most = scenario.batches.first
+    found = cli.largest_batches(scenario, fuselage.integrations.transformers, 60.0, "cpu")
+    assert patched == [False, True]
+    ends = {"fits": 2, "fails": None}
+    searched = {"eager": ends, "eager + fuselage + loss": ends}
+    assert found == {"largest_batch": {"tokens": 64, "sequences": searched}}
+
+
+def test_columns_take_turns(main, scenarios, fuselage, monkeypatch):
+    """All but the last before it and after it, and as long."""
+    from benchmarks.end_to_end import cli, measure
+
+    turns = []
+
+    def times(run, device, seconds, **keywords):
+        turns.append(seconds)
+        return [seconds]
+
+    monkeypatch.setattr(measure, "times", times)
+    scenario = scenarios.training_loss("cpu", True, 1)
+    names = ("eager", "eager + fuselage", "eager + fuselage + loss")
+    expected = scenario.outputs(scenario.model)
+    integration = fuselage.integrations.transformers
+    columns = cli.timed(scenario, integration, names, 2.0, "cpu", expected)
+    assert turns == [1.0, 1.0, 2.0, 1.0, 1.0]
+    assert [column["runs"] for column in columns.values()] == [2, 2, 1]
+    assert "forward" not in vars(scenario.model)
+
+
+def test_the_tables_of_the_fused_loss(main):
+    from benchmarks.end_to_end import report
+
+    def column(milliseconds, gib):
+        times = dict.fromkeys(("median", "min", "max"), milliseconds)
+        return {"milliseconds": times, "peak_gib": gib, "runs": 5, "error": 0.0}
+
+    plain = {"title": "A model", "notes": ["2 of 32 layers"], "per_sample": 1}
+    plain["columns"] = {"eager": column(30.0, 20.0), "eager + fuselage": column(20.0, 20.0)}
+    found = {
+        "eager": {"fits": 5, "fails": 6},
+        "eager + fuselage + loss": {"fits": 9, "fails": None},
+    }
+    loss = {**plain, "largest_batch": {"tokens": 64, "sequences": found}}
+    loss["columns"] = {**plain["columns"], "eager + fuselage + loss": column(15.0, 10.0)}
+    others = report.summary({"some-training": plain})
+    both = report.summary({"some-training": plain, "some-training-loss": loss})
+    table = both.removeprefix(f"{others}\n\n")
+    assert "| `some-training` | A model | 30.0 | 20.0 | 1.50x |" in others and table != both
+    assert table.splitlines()[-3:] == [
+        "| eager | 30.0 |  | 20.0 | 5 fit, 6 do not |",
+        "| eager + fuselage | 20.0 | 1.50x | 20.0 |  |",
+        "| eager + fuselage + loss | 15.0 | 2.00x | 10.0 | 9 fit, more may |",
+    ]
+    assert "A model (2 of 32 layers):" in table
+    assert report.table(loss).endswith(
+        "tokens: eager: 5 fit, 6 do not; eager + fuselage + loss: 9 fit, more may."
+    )

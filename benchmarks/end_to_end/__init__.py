@@ -1,1 +1,1 @@
-"""Whole models in four columns, eager and compiled: `python -m benchmarks.end_to_end`."""
+"""Whole models, plain and patched, eager and compiled: `python -m benchmarks.end_to_end`."""

@@ -1,4 +1,4 @@
-"""Runs the scenarios: verify first, then time four columns, then write and print the table."""
+"""Runs the scenarios: verify first, then time all columns, then write and print the table."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import torch
 
 from ..roofline import results
 from ..roofline.contenders import load_fuselage
-from . import measure
+from . import batch, measure
 from .report import table
 from .scenarios import SCENARIOS, Scenario
 
-COLUMNS = ("eager", "eager + fuselage", "torch.compile", "torch.compile + fuselage")
+# Each has a column of its own, and one for each variant of a scenario: "eager + fuselage".
+MODES = ("eager", "torch.compile")
 
 # A mistake shows in float32. Many layers in bfloat16 differ by their roundings from any other
 # arithmetic, and from float32 as much: that check is only for what works in float32 alone.
@@ -29,7 +31,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.end_to_end",
-        description="Times whole models with random weights in four columns.",
+        description="Times models with random weights: plain and patched, eager and compiled.",
     )
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
@@ -37,7 +39,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--quick", action="store_true", help="small models, in float32: a test of the benchmark")
     add("--layers", type=int, help="fewer layers than the model has; the table says so")
     add("--seconds", type=float, default=3.0, help="of timing, for each column")
-    add("--no-compile", action="store_true", help="the first two columns alone")
+    add("--no-compile", action="store_true", help="the eager columns alone")
+    add("--no-breakdown", action="store_true", help="not where the time goes: compiles once less")
+    add("--batch-seconds", type=float, default=15.0, help="of each search for the largest batch")
     add("--output", type=Path, help="the results file; default: benchmarks/results/...")
     return parser.parse_args(arguments)
 
@@ -51,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     if options.quick:
         options.seconds = min(options.seconds, 0.1)
+        options.batch_seconds = min(options.batch_seconds, 1.0)
     fuselage = load_fuselage(device)
     path = options.output or results.FOLDER / f"end_to_end_{results.slug(device)}.json"
     stored = results.load(path)
@@ -84,11 +89,22 @@ def exact_error(name: str, fuselage, device: str) -> float:
     scenario = SCENARIOS[name](device, False, EXACT_LAYERS, exact=True)
     expected = scenario.outputs(scenario.model)
     integration = getattr(fuselage.integrations, scenario.integration)
-    integration.patch(scenario.model)
-    error = error_of(scenario, scenario.model, expected)
+    error, _ = errors_of_variants(scenario, integration, expected)
     del scenario
     measure.free(device)
     return error
+
+
+def errors_of_variants(
+    scenario: Scenario, integration, expected: tuple[torch.Tensor, ...]
+) -> tuple[float, list]:
+    """The largest error of the patched model, and the report of each variant."""
+    errors, reports = [], []
+    for options in scenario.variants.values():
+        reports.append(integration.patch(scenario.model, **options))
+        errors.append(error_of(scenario, scenario.model, expected))
+        integration.unpatch(scenario.model)
+    return max(errors), reports
 
 
 def run(
@@ -99,34 +115,28 @@ def run(
     exact: float | None,
 ) -> dict:
     """All columns of one scenario; `exact` is what `exact_error` has found."""
-    model = scenario.model
-    expected = scenario.outputs(model)
-    report = integration.patch(model)
-    error = error_of(scenario, model, expected)
-    integration.unpatch(model)
+    expected = scenario.outputs(scenario.model)
+    error, reports = errors_of_variants(scenario, integration, expected)
     limit = EXACT_LIMIT if options.quick else HALF_LIMIT
-    verified = error <= limit and bool(report.replaced)
+    replaced = [0, *(len(report.replaced) for report in reports)]
+    verified = error <= limit and all(less < more for less, more in pairwise(replaced))
     print(f"  outputs differ by {error:.1e} (RMS, relative); the limit is {limit}")
     if exact is not None:
         verified &= exact <= EXACT_LIMIT
         print(f"  {EXACT_LAYERS} layers in fp32: by {exact:.1e}; the limit is {EXACT_LIMIT}")
-    columns = {}
+    columns, found = {}, {}
     if verified:
-        for compiled in (False,) if options.no_compile else (False, True):
-            columns |= timed_pair(
-                scenario, integration, compiled, options.seconds, device, expected
-            )
+        for mode in MODES[:1] if options.no_compile else MODES:
+            names = (mode, *(f"{mode} + {variant}" for variant in scenario.variants))
+            columns |= timed(scenario, integration, names, options.seconds, device, expected)
         wrong = [name for name, column in columns.items() if column["error"] > limit]
         for name in wrong:
             print(f"  FAILED: {name} differs by {columns.pop(name)['error']:.1e}; left out")
         verified = not wrong
-        for name, column in columns.items():  # last: a profiler may slow down what runs after it
-            with state(scenario, integration, name) as call:
-                for _ in range(3):  # compiling, and capturing graphs, take kernels of their own
-                    scenario.before()
-                    scenario.step(call)
-                scenario.before()
-                column["breakdown"] = measure.breakdown(partial(scenario.step, call), device)
+        if scenario.batches is not None and verified:
+            found = largest_batches(scenario, integration, options.batch_seconds, device)
+        if not options.no_breakdown:  # last: a profiler may slow down what runs after it
+            break_down(scenario, integration, columns, device)
     else:
         print("  FAILED: not timed")
     return {
@@ -136,46 +146,67 @@ def run(
         "error": error,
         "float32_error": exact,
         "per_sample": scenario.per_sample,
-        "replaced": len(report.replaced),
-        "left_alone": len(report.left_alone),
+        "replaced": replaced[-1],
+        "left_alone": len(reports[-1].left_alone),
         "columns": columns,
+        **found,
     }
+
+
+def largest_batches(scenario: Scenario, integration, seconds: float, device: str) -> dict:
+    """Of the plain model and of the last variant, eager: a compiled one would compile for each."""
+    found = {}
+    for name in (MODES[0], f"{MODES[0]} + {[*scenario.variants][-1]}"):
+        with state(scenario, integration, name):
+            found[name] = batch.largest(scenario.batches, device, seconds)
+    return {"largest_batch": {"tokens": scenario.batches.tokens, "sequences": found}}
+
+
+def break_down(scenario: Scenario, integration, columns: dict[str, dict], device: str) -> None:
+    """Adds to each column where its time goes."""
+    for name, column in columns.items():
+        with state(scenario, integration, name) as call:
+            for _ in range(3):  # compiling, and capturing graphs, take kernels of their own
+                scenario.before()
+                scenario.step(call)
+            scenario.before()
+            column["breakdown"] = measure.breakdown(partial(scenario.step, call), device)
 
 
 @contextmanager
 def state(scenario: Scenario, integration, name: str) -> Iterator[Callable]:
     """What to call for the column of that name."""
-    patched = name.endswith("fuselage")
-    if patched:
-        integration.patch(scenario.model)
-    compiled = name.startswith("torch.compile")
+    mode, _, variant = name.partition(" + ")
+    if variant:
+        integration.patch(scenario.model, **scenario.variants[variant])
+    compiled = mode == "torch.compile"
     call, undo = scenario.compiled() if compiled else (scenario.model, measure.nothing)
     try:
         yield call
     finally:
         undo()
-        if patched:
+        if variant:
             integration.unpatch(scenario.model)
 
 
-def timed_pair(
+def timed(
     scenario: Scenario,
     integration,
-    compiled: bool,
+    names: tuple[str, ...],
     seconds: float,
     device: str,
     expected: tuple[torch.Tensor, ...],
 ) -> dict[str, dict]:
-    """The plain column and that with fuselage: error, milliseconds of a step, and GiB.
+    """The columns of those names: error, milliseconds of a step, and GiB.
 
-    The plain one is timed before and after the other: what drifts meanwhile is in both. A column
+    All but the last are timed before it and after it: what drifts meanwhile is in all. A column
     that runs out of memory is left out.
     """
-    plain, patched = COLUMNS[2 * compiled : 2 * compiled + 2]
-    found: dict[str, list[float]] = {plain: [], patched: []}
+    found: dict[str, list[float]] = {name: [] for name in names}
     peaks: dict[str, float | None] = {}
     errors: dict[str, float] = {}
-    for name, part in ((plain, seconds / 2), (patched, seconds), (plain, seconds / 2)):
+    for name, turns in groupby(measure.by_turns(names, rounds=2)):
+        part = seconds / 2 * len(list(turns))
         try:
             with state(scenario, integration, name) as call:
                 errors[name] = error_of(scenario, call, expected)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 
+def plain(name: str) -> str:
+    """The column without fuselage."""
+    return name.partition(" + ")[0]
+
+
 def replaced_share(columns: dict, name: str) -> float | None:
     """The part of a column's device time that went to the operators that fuselage replaces.
 
     With fuselage: its kernels. Without: what the other kernels than matmul and attention took, less
     what they still take beside fuselage's.
     """
-    shares = columns[name]["breakdown"]
+    shares = columns[name].get("breakdown", {})
     total = sum(shares.values())
     if not total:
         return None
-    if name.endswith("fuselage"):
+    if name != plain(name):
         return shares["fuselage"] / total
     beside = columns.get(f"{name} + fuselage")
     return None if beside is None else (shares["other"] - beside["breakdown"]["other"]) / total
@@ -27,7 +32,33 @@ def over(columns: dict, name: str, times: dict) -> str:
 
 
 def summary(cases: dict[str, dict]) -> str:
-    """One row for each scenario: what fuselage gains, in Markdown."""
+    """What fuselage gains, in Markdown."""
+    losses = {name: record for name, record in cases.items() if "largest_batch" in record}
+    others = {name: record for name, record in cases.items() if name not in losses}
+    return "\n\n".join([f(part) for f, part in ((rows, others), (loss_rows, losses)) if part])
+
+
+def loss_rows(cases: dict[str, dict]) -> str:
+    """One table for each training step that is timed with and without the fused loss."""
+    parts = []
+    for record in cases.values():
+        columns, found = record["columns"], record["largest_batch"]
+        parts.append(
+            f"{heading(record)}\n\n"
+            "| | ms | over the same without fuselage | peak GiB | "
+            f"sequences of {found['tokens']} tokens |\n"
+            "| --- | ---: | ---: | ---: | ---: |"
+        )
+        for name, column in columns.items():
+            times = column["milliseconds"]
+            gain = over(columns, plain(name), times) if name != plain(name) else ""
+            cells = [name, f"{times['median']:.1f}", gain, gib(column), fitting(found, name)]
+            parts[-1] += "\n| " + " | ".join(cells) + " |"
+    return "\n\n".join(parts)
+
+
+def rows(cases: dict[str, dict]) -> str:
+    """One row for each scenario."""
     lines = [
         "| scenario | model | eager: ms | with fuselage | | compiled: ms | with fuselage | |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -45,10 +76,11 @@ def summary(cases: dict[str, dict]) -> str:
 
 def details(cases: dict[str, dict]) -> str:
     """The tables of all scenarios, with their notes."""
-    return "\n\n".join(
-        f"{record['title']} ({'; '.join(record['notes'])}):\n\n{table(record)}"
-        for record in cases.values()
-    )
+    return "\n\n".join(f"{heading(record)}\n\n{table(record)}" for record in cases.values())
+
+
+def heading(record: dict) -> str:
+    return f"{record['title']} ({'; '.join(record['notes'])}):"
 
 
 def table(record: dict) -> str:
@@ -63,19 +95,39 @@ def table(record: dict) -> str:
     for name, column in columns.items():
         times = column["milliseconds"]
         eager = over(columns, "eager", times)
-        without = over(columns, name.removesuffix(" + fuselage"), times)
+        without = over(columns, plain(name), times)
         share = replaced_share(columns, name)
-        total = sum(column["breakdown"].values()) or 1.0
-        big = (column["breakdown"]["matmul"] + column["breakdown"]["attention"]) / total
+        parts = column.get("breakdown")
+        big = parts and (parts["matmul"] + parts["attention"]) / (sum(parts.values()) or 1.0)
         cells = [
             name,
             f"{times['median'] * steps:.1f}",
             f"{times['min'] * steps:.1f} to {times['max'] * steps:.1f}",
             eager,
-            without if name.endswith("fuselage") else "",
-            "-" if column["peak_gib"] is None else f"{column['peak_gib']:.1f}",
+            without if name != plain(name) else "",
+            gib(column),
             "-" if share is None else f"{share:.0%}",
-            f"{big:.0%}",
+            "-" if big is None else f"{big:.0%}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
+    if "largest_batch" in record:
+        lines += ["", largest(record["largest_batch"])]
     return "\n".join(lines)
+
+
+def gib(column: dict) -> str:
+    return "-" if column["peak_gib"] is None else f"{column['peak_gib']:.1f}"
+
+
+def largest(found: dict) -> str:
+    """What the search for the largest batch has found."""
+    parts = [f"{name}: {fitting(found, name)}" for name in found["sequences"]]
+    return f"Largest batch, in sequences of {found['tokens']} tokens: {'; '.join(parts)}."
+
+
+def fitting(found: dict, name: str) -> str:
+    """How many sequences fit, and how many do not; nothing of what was not searched."""
+    ends = found["sequences"].get(name)
+    if ends is None:
+        return ""
+    return f"{ends['fits']} fit, " + (f"{ends['fails']} do not" if ends["fails"] else "more may")

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from .batch import Batches
 from .measure import nothing
 
 
@@ -23,8 +24,11 @@ class Scenario:
         outputs: What must agree with the plain model's, from a run of its own, with what to call.
         compiled: Compiles the model in place, and returns what to call and what undoes it.
         integration: The part of fuselage.integrations that patches it.
+        variants: Names of what is patched, and the options of `patch`. Each replaces more than the
+            one before.
         before: What each step needs before it, and what is not timed.
         per_sample: Steps in what the table calls one sample, such as the steps of a denoising.
+        batches: What finds the largest batch, for the plain model and the last variant.
         notes: What a reader must know: sizes that were reduced, and how it was compiled.
     """
 
@@ -36,10 +40,12 @@ class Scenario:
     integration: str
     before: Callable[[], object] = nothing
     per_sample: int = 1
+    batches: Batches | None = None
+    variants: dict[str, dict] = field(default_factory=lambda: {"fuselage": {}})
     notes: list[str] = field(default_factory=list)
 
 
-# Causal language models, by the name of their classes.
+# Causal language models, by the name of their classes, and a size where there are several.
 SHAPES = {
     "Llama": {
         "title": "Llama-3-8B shape",
@@ -61,6 +67,17 @@ SHAPES = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "head_dim": 128,
+    },
+    "Qwen3-4B": {
+        "title": "Qwen3-4B shape",
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
     },
     "Gemma3": {
         "title": "Gemma-3-4B shape",
@@ -134,14 +151,15 @@ def causal_model(
         layers = max(1, min(all_layers, layers))
     sizes["num_hidden_layers"] = layers or all_layers
     dtype = torch.float32 if quick or exact else torch.bfloat16
-    config = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")
+    name = kind.partition("-")[0]
+    config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
     with created_on(device, dtype):
-        model = getattr(transformers, f"{kind}ForCausalLM")(config(**sizes, use_cache=False))
+        model = getattr(transformers, f"{name}ForCausalLM")(config(**sizes, use_cache=False))
     notes = []
     if sizes["num_hidden_layers"] != all_layers:
         notes.append(f"{sizes['num_hidden_layers']} of {all_layers} layers")
-    name = f"small {kind}" if quick else title
-    return model.eval(), f"{name}, {'fp32' if quick or exact else 'bf16'}", notes
+    title = f"small {kind}" if quick else title
+    return model.eval(), f"{title}, {'fp32' if quick or exact else 'bf16'}", notes
 
 
 def compiled_blocks(blocks: list[torch.nn.Module], model: torch.nn.Module):
@@ -290,8 +308,7 @@ def training(
     def outputs(call: Callable) -> tuple[torch.Tensor, ...]:
         loss = loss_of(call)
         loss.backward()
-        norms = (model.model.norm, model.model.layers[0].post_attention_layernorm)
-        gradients = [norm.weight.grad for norm in norms]
+        gradients = _gradients_of_norms(model)
         optimizer.zero_grad()
         return loss.detach(), *gradients
 
@@ -303,6 +320,59 @@ def training(
         compiled=compile,
         integration="transformers",
         notes=[*notes, note],
+    )
+
+
+def _gradients_of_norms(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Those of the last norm and of one in the first layer."""
+    norms = (model.model.norm, model.model.layers[0].post_attention_layernorm)
+    return [norm.weight.grad for norm in norms]
+
+
+HEAD_ROWS = 4096  # of the gradient of a head that are compared: all would take 1 GB
+
+
+def training_loss(
+    device: str, quick: bool, layers: int | None, exact: bool = False, kind: str = "Llama"
+) -> Scenario:
+    """Forward, loss and backward; the loss may be taken from what goes into the head."""
+    model, title, notes = causal_model(device, quick, layers, exact, True, kind, whole=True)
+    compile, note = how_compiled(model, True)
+    model.train()
+    vocab = model.config.vocab_size
+    batch, tokens = (2, 64) if quick else (8, 1024)
+    ids = torch.randint(0, vocab, (batch, tokens), device=device)
+
+    def loss_of(call: Callable, ids: torch.Tensor) -> torch.Tensor:
+        return call(input_ids=ids, labels=ids).loss
+
+    def outputs(call: Callable) -> tuple[torch.Tensor, ...]:
+        model.zero_grad()
+        loss = loss_of(call, ids)
+        loss.backward()
+        head = model.get_output_embeddings().weight.grad[:: max(1, vocab // HEAD_ROWS)].clone()
+        gradients = [*_gradients_of_norms(model), head]
+        model.zero_grad()
+        return loss.detach(), *gradients
+
+    def run_batch(sequences: int) -> None:
+        many = torch.randint(0, vocab, (sequences, tokens), device=device)
+        try:
+            loss_of(model, many).backward()
+        finally:
+            model.zero_grad()
+
+    return Scenario(
+        title=f"{title}: training step of {batch}x{tokens} tokens, without an optimizer",
+        model=model,
+        step=lambda call: loss_of(call, ids).backward(),
+        outputs=outputs,
+        compiled=compile,
+        integration="transformers",
+        variants={"fuselage": {}, "fuselage + loss": {"loss": True}},
+        before=model.zero_grad,
+        batches=Batches(run_batch, tokens, first=batch, most=4 if quick else 1024),
+        notes=[*notes, note, "no label is ignored"],
     )
 
 
@@ -354,6 +424,9 @@ def ltx_video(device: str, quick: bool, layers: int | None, exact: bool = False)
     )
 
 
+WHOLE = ("Llama", "Qwen3", "Gemma3", "Olmo2")
+LOSSES = ("Llama", "Qwen3-4B")
+
 # With `exact`, in float32.
 SCENARIOS: dict[str, Callable[..., Scenario]] = {
     "llama-prefill": prefill,
@@ -362,7 +435,8 @@ SCENARIOS: dict[str, Callable[..., Scenario]] = {
     "ltx-video": ltx_video,
     **{
         f"{kind.lower()}-{factory.__name__}-whole": partial(factory, kind=kind, whole=True)
-        for kind in SHAPES
+        for kind in WHOLE
         for factory in (prefill, training)
     },
+    **{f"{kind.lower()}-training-loss": partial(training_loss, kind=kind) for kind in LOSSES},
 }
