@@ -137,3 +137,19 @@ def test_too_many_dimensions(fuselage, device, name):
     parameters = [] if name == "silu_and_mul" else [None, x.new_ones(3), x.new_ones(1)]
     with pytest.raises(RuntimeError, match=f"^fuselage::{name}: `x` must have at most 64 dimens"):
         getattr(fuselage, name)(x, *parameters)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        # NOTE: 2^48 bytes, more than a process can address.
+        lambda f, t: f.rms_norm(t(1 << 13).expand(1 << 33, -1), None),
+        lambda f, t: f.rms_norm(t(1).expand(1 << 33, 1 << 13), None),
+    ],
+    ids=["a result", "a copy"],
+)
+def test_out_of_memory(fuselage, device, call):
+    """Has PyTorch's exception, and in its message what trainers look for that try less."""
+    with pytest.raises(torch.OutOfMemoryError, match=r" out of memory\.") as raised:
+        call(fuselage, lambda *shape: torch.ones(shape, device=device))
+    assert str(raised.value).startswith("CUDA" if device == "cuda" else "CPU")

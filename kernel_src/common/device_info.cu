@@ -191,6 +191,8 @@ DeviceInfo device_info(int device) {
   return infos[device];
 }
 
+const char* gpu::pending_error() { return message_of(gpuGetLastError()); }
+
 std::string gpu::read_tuning(int device) {
   device_info(device);
   if (device >= kKeptDevices) throw std::runtime_error("fuselage: so many GPUs have no tuning");

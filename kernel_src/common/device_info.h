@@ -61,4 +61,10 @@ inline DeviceInfo amd_device(int multiprocessors, int max_shared_memory, int war
 // std::runtime_error if the driver does not answer, and asks again the next time.
 DeviceInfo device_info(int device);
 
+namespace gpu {
+
+// What is wrong with the current GPU, as after a kernel of any library that failed; or null.
+const char* pending_error();
+
+}  // namespace gpu
 }  // namespace fuselage

@@ -14,6 +14,13 @@
 
 #include "common/dtype.h"
 
+#if defined(CUDA_KERNEL) || defined(ROCM_KERNEL)
+#define FUSELAGE_GPU 1
+namespace fuselage::gpu {
+const char* pending_error();  // of common/device_info.h, which a build for the CPU does not have
+}
+#endif
+
 namespace fuselage::binding {
 
 using torch::headeronly::ScalarType;
@@ -47,11 +54,39 @@ template <typename... Parts>
 #define FUSELAGE_CHECK(op, condition, ...) \
   if (!(condition)) ::fuselage::binding::fail(op, __VA_ARGS__)
 
-inline std::string shape_of(const Tensor& tensor) {
+inline std::string shape_of(const int64_t* sizes, int64_t dim) {
   std::string text = "[";
-  for (int64_t i = 0; i < tensor.dim(); ++i)
-    text += (i == 0 ? "" : ", ") + std::to_string(tensor.size(i));
+  for (int64_t i = 0; i < dim; ++i) text += (i == 0 ? "" : ", ") + std::to_string(sizes[i]);
   return text + "]";
+}
+
+inline std::string shape_of(const Tensor& tensor) {
+  return shape_of(tensor.sizes().data(), tensor.dim());
+}
+
+// Raises what keeps Torch from making a tensor of these sizes on the device of `like`. Python makes
+// torch.OutOfMemoryError of it. NOTE: Torch's own message is lost, up to 2.12.
+[[noreturn]] inline void fail_to_allocate(const int64_t* sizes, int64_t dim, const Tensor& like) {
+#if defined(FUSELAGE_GPU)
+  const char* error = like.is_cuda() ? gpu::pending_error() : nullptr;
+  if (error != nullptr) throw std::runtime_error(std::string("fuselage: ") + error);
+#endif
+#if defined(ROCM_KERNEL)
+  const char* gpu = "HIP";
+#else
+  const char* gpu = "CUDA";
+#endif
+  throw std::runtime_error(std::string(like.is_cuda() ? gpu : "CPU") +
+                           " out of memory. fuselage tried to allocate a tensor of " +
+                           shape_of(sizes, dim));
+}
+
+inline Tensor contiguous_copy(const Tensor& tensor) {
+  try {
+    return torch::stable::contiguous(tensor);
+  } catch (const std::exception&) {
+    fail_to_allocate(tensor.sizes().data(), tensor.dim(), tensor);
+  }
 }
 
 // Whether the tensor has no data: fake kernels run the checks of an op on such tensors. Checks of
@@ -181,7 +216,7 @@ void check_saved(const char* op, const char* name, const Tensor& saved, int64_t 
 }
 
 inline Tensor with_adjacent_elements(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+  return tensor.is_contiguous() ? tensor : contiguous_copy(tensor);
 }
 
 // `vector` [dim] in x's type or float32, as adjacent elements.

@@ -7,11 +7,15 @@
 
 #include "outputs.h"
 
-#if defined(CUDA_KERNEL) || defined(ROCM_KERNEL)
-#define FUSELAGE_GPU 1
+#if defined(FUSELAGE_GPU)
 // Torch's own declaration is only seen when its CUDA headers are.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
                                                              void** ret_stream);
+#endif
+
+// The stable headers of Torch 2.10 to 2.12 have it under another name.
+#if !defined(STABLE_TORCH_ERROR_CODE_CHECK)
+#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
 #endif
 
 namespace fuselage::binding {

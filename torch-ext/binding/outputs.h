@@ -5,11 +5,6 @@
 
 #include "checks.h"
 
-// The stable headers of Torch 2.10 to 2.12 have it under another name.
-#if !defined(STABLE_TORCH_ERROR_CODE_CHECK)
-#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
-#endif
-
 namespace fuselage::binding {
 
 constexpr int64_t kMaxDim = 64;  // of a tensor
@@ -29,8 +24,9 @@ inline Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_
                               : like.is_cuda() ? aoti_torch_device_type_cuda()
                                                : aoti_torch_device_type_meta();
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, sizes, strides, dtype, device_type,
-                                                         like.get_device_index(), &handle));
+  if (aoti_torch_empty_strided(dim, sizes, strides, dtype, device_type, like.get_device_index(),
+                               &handle) != AOTI_TORCH_SUCCESS)
+    fail_to_allocate(sizes, dim, like);
   return Tensor(handle);
 }
 

@@ -68,7 +68,7 @@ Heads view_to_write(const Tensor& tensor, const Dims& dims) {
 Tensor with_heads(const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
   if (tensor.stride(last) == 1 || tensor.size(last) == 1) return tensor;
-  return torch::stable::contiguous(tensor);
+  return contiguous_copy(tensor);
 }
 
 // Without gaps, and in the order in memory of `like`: tokens around heads or heads around tokens.
@@ -92,7 +92,7 @@ struct Table {
 Table table_of(const Tensor& table, int64_t heads_dim) {
   const int64_t last = table.dim() - 1;
   const Tensor t =
-      table.stride(last) == 1 || table.size(last) <= 1 ? table : torch::stable::contiguous(table);
+      table.stride(last) == 1 || table.size(last) <= 1 ? table : contiguous_copy(table);
   const int64_t rows_dim = t.dim() == 4 ? 3 - heads_dim : last - 1;
   const bool shared = t.dim() == 2 || t.size(0) == 1;
   return {t, shared ? 0 : t.stride(0), t.stride(rows_dim)};

@@ -40,7 +40,7 @@ inline std::optional<int64_t> row_stride_of(const Tensor& tensor) {
 // Reads the tensor in place where it has rows, and copies it otherwise.
 inline Rows rows_of(const Tensor& tensor) {
   if (const auto stride = row_stride_of(tensor)) return {tensor, *stride};
-  return {torch::stable::contiguous(tensor), tensor.size(tensor.dim() - 1)};
+  return {contiguous_copy(tensor), tensor.size(tensor.dim() - 1)};
 }
 
 // Points a kernel at the rows of a tensor. What comes back keeps a copy alive.

@@ -151,7 +151,7 @@ Head check_head(const char* op, const Tensor& hidden, const Tensor& weight,
                    torch::headeronly::toString(scale.scalar_type()));
     FUSELAGE_CHECK(op, scale.dim() == 1 && (scale.size(0) == 1 || scale.size(0) == p.vocab),
                    "`weight_scale` must have shape [1] or [", p.vocab, "], got ", shape_of(scale));
-    head.scale = scale.is_contiguous() ? scale : torch::stable::contiguous(scale);
+    head.scale = scale.is_contiguous() ? scale : contiguous_copy(scale);
     p.weight_scale = static_cast<const float*>(head.scale->const_data_ptr());
     p.scale_per_row = scale.size(0) != 1;
   }
@@ -161,7 +161,7 @@ Head check_head(const char* op, const Tensor& hidden, const Tensor& weight,
                    p.vocab, "], got ", shape_of(*bias));
     p.bias_dtype = check_dtype(op, "bias", *bias);
     check_like_or_float32(op, "bias", p.bias_dtype, p.dtype, "hidden");
-    head.bias = bias->is_contiguous() ? *bias : torch::stable::contiguous(*bias);
+    head.bias = bias->is_contiguous() ? *bias : contiguous_copy(*bias);
     p.bias = head.bias->const_data_ptr();
   }
   const double softcap = logit_softcap.value_or(0);

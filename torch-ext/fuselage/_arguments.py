@@ -16,6 +16,7 @@ from typing import Optional
 import torch
 
 _INT64 = range(-(2**63), 2**63)
+_OUT_OF_MEMORY = " out of memory. fuselage tried"
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -25,9 +26,11 @@ class _Overload(torch._ops.OpOverload):
     def __call__(self, /, *args, **kwargs):
         try:
             return self._op(*args, **kwargs)
-        except Exception:
+        except Exception as error:
             if _registers_dtensors(args, kwargs):
                 return self._op(*args, **kwargs)
+            if _OUT_OF_MEMORY in str(error) and not isinstance(error, torch.OutOfMemoryError):
+                raise torch.OutOfMemoryError(str(error)) from None
             refuse_wrong_kinds()
             raise
 
