@@ -786,12 +786,16 @@ def _linear_loss_samples(kernel, device):
         grad = torch.ones((), device=device) if number else weights
         logits = ops.head_logits.default(hidden, weight, bias)
         yield ops.head_logits.default, (hidden, weight, bias)
-        factors = (weights, 0.1, 0.01, None, None, None, None, 1.0, None, -100, 2, 20)
-        yield ops.loss_columns_bwd_.default, (logits, targets, statistics, *factors)
+        grad_logits = torch.empty_like(logits, dtype=dtype)
+        divisor = count if number else None
+        factors = (grad, weights, divisor, 0.1, 0.01, None, None, None, None, 1.0, None)
+        given = (grad_logits, logits, targets, statistics, *factors, -100, 2, 20)
+        yield ops.loss_columns_bwd_.default, given
         yield ops.linear_cross_entropy.default, (*head, weights, *options, 512)
         yield ops.linear_log_probs.default, (*head, *temperature, bool(number), 512)
-        saved = (weights, grad, statistics, count)
-        yield ops.linear_cross_entropy_bwd.default, (*head, *saved, *options, 512, *needs)
+        for kept in (hidden.new_empty((0, 9)), normal((6, 16), dtype, device)[:, :9]):
+            saved = (weights, grad, statistics, count, kept if number else kept[:0])
+            yield ops.linear_cross_entropy_bwd.default, (*head, *saved, *options, 512, *needs)
         saved = (weights, of_rows, None, of_rows, statistics)
         yield ops.linear_log_probs_bwd.default, (*head, *saved, *temperature, 512, *needs)
         for requires_grad in (False, True):

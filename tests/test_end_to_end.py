@@ -204,7 +204,7 @@ LOSSES = ("llama-training-loss", "qwen3-4b-training-loss")
 @pytest.mark.slow
 def test_training_steps_with_and_without_the_fused_loss(main, tmp_path, capsys):
     path = tmp_path / "results.json"
-    options = [*OPTIONS, "--output", str(path)]
+    options = [*OPTIONS, "--batch-seconds", "600", "--output", str(path)]
     assert main(options + [option for name in LOSSES for option in ("--only", name)]) == 0
     stored = json.loads(path.read_text())["cases"]
     for name in LOSSES:

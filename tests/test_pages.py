@@ -64,6 +64,7 @@ def wrong_calls(fuselage: ModuleType) -> dict:
         "detach them": lambda: fuselage.apply_rotary(heads, None, needs, needs, rotary_dim=8),
         "create_graph": twice,
         "writes over": lambda: fuselage.bias_act_(x.clone().requires_grad_(), None, "silu"),
+        "out of memory": lambda: fuselage.rms_norm(x[0].expand(1 << 45, -1)),
         "forward-mode": lambda: torch.func.jvp(fuselage.silu, (x,), (x,)),
         "No module named": lambda: importlib.import_module("fuselage"),
     }

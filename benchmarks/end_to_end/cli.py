@@ -55,7 +55,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     if options.quick:
         options.seconds = min(options.seconds, 0.1)
-        options.batch_seconds = min(options.batch_seconds, 1.0)
     fuselage = load_fuselage(device)
     path = options.output or results.FOLDER / f"end_to_end_{results.slug(device)}.json"
     stored = results.load(path)
