@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+import pytest
 import torch
 from harness import (
     FLOAT32_ROUNDINGS,
@@ -25,6 +26,8 @@ from operators import OPERATORS
 from ranks import Rank, collectives, distributed
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+
+pytestmark = pytest.mark.slow
 
 BY_NAME = {op.name: op for op in OPERATORS}
 SHARDED_COLUMNS = ("silu", "swiglu", "geglu", "bias_act", "add_mul_act")
