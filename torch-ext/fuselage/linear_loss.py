@@ -13,7 +13,7 @@ workspace hold; those logits are not made again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
 import torch
@@ -28,18 +28,23 @@ from ._fake import (
     register_fake_in_place,
     register_fakes,
 )
+from ._head_parts import (
+    NO_REDUCTION,
+    gradients_by_columns,
+    head_logits,
+    no_kept,
+    parts_of_rows,
+    some,
+)
 from ._ops import ops
 from .loss import LogProbs, number_of_reduction, refuse_gradient_of_weights
 
-_head_logits = ops.head_logits.default
 _cross_entropy_fwd = ops.cross_entropy_fwd.default
 _log_probs_fwd = ops.log_probs_fwd.default
 _loss_columns_bwd = ops.loss_columns_bwd_.default
 
-_NONE, _MEAN = number_of_reduction("none"), number_of_reduction("mean")
+_MEAN = number_of_reduction("mean")
 _DEFAULT_WORKSPACE = 1 << 30
-# Rows of hidden, or of the weight, that the kernels of heads take together.
-_ROWS = 256
 _IGNORED = -100  # of the targets of a shard
 
 
@@ -105,7 +110,7 @@ def linear_cross_entropy(
         loss = _differentiable_cross_entropy(*arguments)
     else:
         loss = ops.linear_cross_entropy.default(*arguments)
-    return loss.view(shape) if number == _NONE and shape is not None else loss
+    return loss.view(shape) if number == NO_REDUCTION and shape is not None else loss
 
 
 def linear_log_probs(
@@ -282,138 +287,6 @@ def _other_shape(op: str, hidden: torch.Tensor, name: str, tensor: torch.Tensor)
     )
 
 
-# Some of the logits at a time.
-
-
-def _parts(begin: int, end: int, most: int) -> Iterator[slice]:
-    """Slices of at most so many, in whole blocks of _ROWS where that many are allowed."""
-    step = max(1, most if most < _ROWS else most // _ROWS * _ROWS)
-    for first in range(begin, end, step):
-        yield slice(first, min(first + step, end))
-
-
-def _parts_of_rows(hidden, weight, max_workspace: int, kept: int = 0) -> list[slice]:
-    """Of hidden, those whose logits are made together; none has the row `kept` amid.
-
-    Of no rows there is one, for what is checked.
-    """
-    rows, vocab = hidden.shape[0], weight.shape[0] if weight.dim() > 0 else 0
-    most = max_workspace // (4 * max(vocab, 1))
-    return [*_parts(0, kept, most), *_parts(kept, rows, most)] or [slice(0, 0)]
-
-
-def _logits_again(hidden, weight, bias) -> torch.Tensor:
-    """Logits for a gradient.
-
-    NOTE: of few columns, the head's kernel takes 1.7 to 3 times as long as a product of cuBLAS,
-    whose bits differ.
-    """
-    if hidden.dtype == torch.float32 or not _has_float32_products(hidden):
-        return _head_logits(hidden, weight, bias)
-    logits = _rows_of(hidden, hidden.shape[0], weight.shape[0], torch.float32)
-    torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=logits)
-    return logits if bias is None else logits.add_(bias)
-
-
-def _rows_of(like: torch.Tensor, rows: int, columns: int, dtype=None) -> torch.Tensor:
-    """Rows that start on 32-byte boundaries, for kernels and products."""
-    padded = (columns + 15) // 16 * 16
-    return like.new_empty((rows, padded), dtype=dtype or like.dtype)[:, :columns]
-
-
-def _no_kept(hidden, weight, max_workspace, reduction: int) -> torch.Tensor:
-    """Where the forward keeps the gradients of some rows' logits.
-
-    NOTE: none of float16, whose range may not have them before they are multiplied by the gradient
-    of the loss.
-    """
-    vocab = weight.shape[0] if weight.dim() > 0 else 0
-    rows = 0
-    if reduction != _NONE and hidden.dtype != torch.float16:
-        room = max_workspace * 3 // 4 // (hidden.element_size() * max(vocab, 1)) // _ROWS * _ROWS
-        rows = torch.sym_min(hidden.shape[0], room)
-    return _rows_of(hidden, rows, vocab)
-
-
-def _gradients(hidden, weight, bias, needs, max_workspace, differentiate, kept=None, factor=None):
-    """The gradients of hidden, weight and bias; empty where they are not needed.
-
-    `differentiate(grads, logits, rows, first_column)` writes the gradients of logits of some rows
-    and columns. Those of the first rows are `kept`. All are then times `factor`, if given.
-    """
-    needs_hidden, needs_weight, needs_bias = needs
-    rows, vocab = hidden.shape[0], weight.shape[0]
-    grad_hidden = hidden.new_empty(hidden.shape if needs_hidden else (0,))
-    grad_weight = weight.new_empty(weight.shape if needs_weight else (0,))
-    grad_bias = bias.new_empty(bias.shape) if needs_bias else hidden.new_empty((0,))
-    others = slice(0 if kept is None else kept.shape[0], rows)
-    bytes_of_column = 0
-    if others.start < rows:
-        bytes_of_column = rows * hidden.element_size() + 4 * (rows - others.start)
-    if others.start > 0:
-        max_workspace -= kept.numel() * kept.element_size()
-    most = max(max_workspace // max(bytes_of_column, 1), _ROWS)
-    factored_hidden = hidden if factor is None or not needs_weight else hidden * factor
-    sums = None
-    for part in _parts(0, vocab, most):
-        weights = _some(weight, part)
-        if others.start < rows or rows == 0:
-            grads = _rows_of(hidden, rows, weights.shape[0])
-            if others.start > 0:
-                _copy_rows(grads[: others.start], kept[:, part])
-            logits = _logits_again(_some(hidden, others), weights, _some(bias, part))
-            differentiate(_some(grads, others), logits, others, part.start)
-            del logits  # before there are products
-        else:
-            grads = kept[:, part]
-        if needs_hidden:
-            sums = _add_product(sums, grads, weights)
-        if needs_weight:
-            torch.mm(grads.t(), factored_hidden, out=_some(grad_weight, part))
-        if needs_bias:
-            of_bias = grads.sum(0, dtype=torch.float32)
-            _multiply(grad_bias[part], of_bias, factor)
-        del grads  # before there are the next
-    if needs_hidden:
-        _multiply(grad_hidden, sums, factor)
-    return grad_hidden, grad_weight, grad_bias
-
-
-def _some(of_rows: Optional[torch.Tensor], rows: slice) -> Optional[torch.Tensor]:
-    """of_rows[rows]. NOTE: a slice of all rows takes 2 us."""
-    if of_rows is None or (rows.start == 0 and rows.stop == of_rows.shape[0]):
-        return of_rows
-    return of_rows[rows]
-
-
-def _multiply(out: torch.Tensor, x: torch.Tensor, factor: Optional[torch.Tensor]) -> None:
-    out.copy_(x) if factor is None else torch.mul(x, factor, out=out)
-
-
-def _copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Of rows of `_rows_of`. NOTE: by 8 bytes, as PyTorch copies rows by elements."""
-    size = (source.shape[0], (source.shape[1] + 15) // 16 * 16)
-    wide = (t.as_strided(size, t.stride()).view(torch.int64) for t in (target, source))
-    next(wide).copy_(next(wide))
-
-
-def _add_product(sum: Optional[torch.Tensor], a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """sum + a @ b in float32, in the place of sum."""
-    options = {}
-    if a.dtype != torch.float32 and _has_float32_products(a):
-        options = {"out_dtype": torch.float32}
-    else:
-        a, b = a.float(), b.float()
-    if sum is None:
-        return torch.mm(a, b, **options)
-    return torch.addmm(sum, a, b, **options, out=sum)
-
-
-def _has_float32_products(x: torch.Tensor) -> bool:
-    """Whether PyTorch has float32 products of half-precision matrices. NOTE: not on ROCm."""
-    return x.is_cuda and torch.version.cuda is not None
-
-
 # The ops, made of those above.
 
 
@@ -470,22 +343,22 @@ def _forward_of_loss(hidden, weight, bias, targets, token_weights, reduction, *o
     ignore_index, *options, max_workspace = options
     tokens = {"targets": targets, "token_weights": token_weights}
     _check("linear_cross_entropy", hidden, max_workspace, **tokens)
-    kept = _no_kept(hidden, weight, max_workspace, reduction if keep else _NONE)
+    kept = no_kept(hidden, weight, max_workspace, reduction if keep else NO_REDUCTION)
     if kept.shape[0] > 0:
         max_workspace -= kept.numel() * kept.element_size()
         one = hidden.new_ones((), dtype=torch.float32)
-    parts = _parts_of_rows(hidden, weight, max_workspace, kept.shape[0])
+    parts = parts_of_rows(hidden, weight, max_workspace, kept.shape[0])
     several = len(parts) > 1
     if several:
         losses, statistics = floats_of_rows(hidden), floats_of_rows(hidden, 2)
         count = losses.new_empty((0,))
-        if reduction != _NONE:
+        if reduction != NO_REDUCTION:
             count = (targets != ignore_index).sum(dtype=torch.float32).view(1)
     for part in parts:
-        logits = _head_logits(_some(hidden, part), weight, bias)
+        logits = head_logits(some(hidden, part), weight, bias)
         found = _cross_entropy_fwd(
-            *(logits, _some(targets, part), _some(token_weights, part)),
-            *(_NONE if several else reduction, ignore_index, *options, False),
+            *(logits, some(targets, part), some(token_weights, part)),
+            *(NO_REDUCTION if several else reduction, ignore_index, *options, False),
         )
         if several:
             losses[part], statistics[part], _ = found
@@ -495,9 +368,9 @@ def _forward_of_loss(hidden, weight, bias, targets, token_weights, reduction, *o
             divisor = count if reduction == _MEAN else None
             factors = (one, token_weights, divisor, *options, ignore_index)
             differentiate = _differentiate_cross_entropy(weight, targets, statistics, *factors)
-            differentiate(_some(kept, part), logits, part, 0)
+            differentiate(some(kept, part), logits, part, 0)
         del logits  # before there are the next
-    if several and reduction == _NONE:
+    if several and reduction == NO_REDUCTION:
         loss = losses
     elif several:
         loss = losses.sum(dtype=torch.float64)
@@ -524,7 +397,9 @@ def _(hidden, weight, bias, targets, token_weights, grad_out, statistics, count,
     factors = (grad, token_weights, divisor, *options, ignore_index)
     differentiate = _differentiate_cross_entropy(weight, targets, statistics, *factors)
     needs = needs_1, needs_2, needs_3
-    return _gradients(hidden, weight, bias, needs, max_workspace, differentiate, kept, factor)
+    return gradients_by_columns(
+        hidden, weight, bias, needs, max_workspace, differentiate, kept, factor
+    )
 
 
 def _differentiate_cross_entropy(
@@ -543,8 +418,8 @@ def _differentiate_cross_entropy(
 
     def differentiate(grads, logits, rows: slice, first_column: int) -> None:
         _loss_columns_bwd(
-            *(grads, logits, _some(targets, rows), _some(statistics, rows)),
-            *(_some(grad, rows) if grad.dim() > 0 else grad, _some(token_weights, rows), divisor),
+            *(grads, logits, some(targets, rows), some(statistics, rows)),
+            *(some(grad, rows) if grad.dim() > 0 else grad, some(token_weights, rows), divisor),
             *(smoothing, square_scale, None, None, None, None, 1.0, softcap, ignore_index),
             *(first_column, weight.shape[0]),
         )
@@ -556,12 +431,12 @@ def _differentiate_cross_entropy(
 def _forward_of_log_probs(hidden, weight, bias, targets, *options):
     *options, has_entropy, max_workspace = options
     _check("linear_log_probs", hidden, max_workspace, targets=targets)
-    parts = _parts_of_rows(hidden, weight, max_workspace)
+    parts = parts_of_rows(hidden, weight, max_workspace)
     if len(parts) > 1:
         results = _empty_log_probs(hidden, has_entropy)
     for part in parts:
-        logits = _head_logits(_some(hidden, part), weight, bias)
-        found = _log_probs_fwd(logits, _some(targets, part), *options, has_entropy)
+        logits = head_logits(some(hidden, part), weight, bias)
+        found = _log_probs_fwd(logits, some(targets, part), *options, has_entropy)
         del logits  # before there are the next
         if len(parts) == 1:
             return found
@@ -587,13 +462,13 @@ def _(hidden, weight, bias, targets, *others):
     vocab = weight.shape[0]
 
     def differentiate(grads, logits, rows: slice, first_column: int) -> None:
-        *gradients, entropy, statistics = (_some(t, rows) for t in of_rows)
+        *gradients, entropy, statistics = (some(t, rows) for t in of_rows)
         _loss_columns_bwd(
             *(grads, logits, targets[rows], statistics, None, None, None, 0.0, 0.0),
             *(*gradients, entropy, temperature, softcap, ignore_index, first_column, vocab),
         )
 
-    return _gradients(hidden, weight, bias, needs, max_workspace, differentiate)
+    return gradients_by_columns(hidden, weight, bias, needs, max_workspace, differentiate)
 
 
 def _check(op: str, hidden: torch.Tensor, max_workspace: int, **of_tokens) -> None:
@@ -669,9 +544,9 @@ for _name in ("linear_cross_entropy", "linear_log_probs"):
 
 def _fake_loss(hidden, weight, bias, targets, token_weights, reduction, *options):
     losses = floats_of_rows(hidden)
-    loss = losses if reduction == _NONE else losses.new_empty(())
-    count = losses.new_empty((0 if reduction == _NONE else 1,))
-    kept = _no_kept(hidden, weight, options[-1], reduction)
+    loss = losses if reduction == NO_REDUCTION else losses.new_empty(())
+    count = losses.new_empty((0 if reduction == NO_REDUCTION else 1,))
+    kept = no_kept(hidden, weight, options[-1], reduction)
     return loss, floats_of_rows(hidden, 2), count, kept
 
 
