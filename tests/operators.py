@@ -793,14 +793,15 @@ def _linear_loss_samples(kernel, device):
         yield ops.loss_columns_bwd_.default, given
         yield ops.linear_cross_entropy.default, (*head, weights, *options, 512)
         yield ops.linear_log_probs.default, (*head, *temperature, bool(number), 512)
-        for kept in (hidden.new_empty((0, 9)), normal((6, 16), dtype, device)[:, :9]):
-            saved = (weights, grad, statistics, count, kept if number else kept[:0])
-            yield ops.linear_cross_entropy_bwd.default, (*head, *saved, *options, 512, *needs)
+        saved = (weights, grad, statistics, count)
+        yield ops.linear_cross_entropy_bwd.default, (*head, *saved, *options, 512, *needs)
         saved = (weights, of_rows, None, of_rows, statistics)
         yield ops.linear_log_probs_bwd.default, (*head, *saved, *temperature, 512, *needs)
         for requires_grad in (False, True):
             given = (hidden.clone().requires_grad_(requires_grad), *head[1:])
-            yield ops.linear_cross_entropy_fwd.default, (*given, weights, *options, 512)
+            for some in (needs, (True, False, False)):
+                forward = (*given, weights, *options, 512, *some)
+                yield ops.linear_cross_entropy_fwd.default, forward
             yield ops.linear_log_probs_fwd.default, (*given, *temperature, bool(number), 512)
 
 

@@ -7,8 +7,8 @@ gradient of those rows is complete then, and is rounded once, and that of hidden
 Logits are float32; those of the forward have the bits that `lm_head_sample` draws from.
 
 Where the loss is a mean or a sum, the gradient of a logit is known in the forward, but for the
-factor of the loss's gradient. The forward keeps it of as many rows as three quarters of the
-workspace hold; those logits are not made again.
+factor of the loss's gradient. The forward makes all gradients then, and the backward multiplies
+them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from ._fake import (
 )
 from ._head_parts import (
     NO_REDUCTION,
+    empty_gradients,
     gradients_by_columns,
+    gradients_by_rows,
     head_logits,
-    no_kept,
     parts_of_rows,
     some,
 )
@@ -68,10 +69,10 @@ def linear_cross_entropy(
 
     Logits are float32, and never rounded. Their gradient is rounded to the dtype of `hidden` before
     it is multiplied by `weight` and `hidden`; those products add up in float32, and are rounded
-    once. Where the loss is a mean or a sum, and not of float16, that gradient is kept from the
-    forward of as many tokens as `max_workspace` has room for; the gradient of `weight` is then that
-    of `hidden` times the loss's gradient, which is rounded where that is no power of two. The
-    logits of the other tokens are computed again in the backward: a fourth matrix product.
+    once. Where the loss is a mean or a sum, and not of float16, the forward makes the gradients,
+    which saves a fourth matrix product, and keeps them for the backward: that of `hidden` in
+    float32, that of `weight` rounded. Times the loss's gradient, that of `weight` is rounded again
+    unless it is a power of two. A second backward of such a graph makes them again.
 
     Args:
         hidden: `[..., dim]`, float16, bfloat16 or float32, with any row stride.
@@ -81,10 +82,13 @@ def linear_cross_entropy(
         reduction, ignore_index, label_smoothing, lse_square_scale, logit_softcap, token_weights: As
             in `cross_entropy`. What hidden of an ignored token is, does not matter, unless it is
             not finite.
-        max_workspace: Bytes for logits and their gradient, of which as many are made at a time. At
-            least one row of logits is in the forward, and 256 columns in the backward. Besides,
-            the backward keeps the gradient of half-precision `hidden` in float32. With 8/3 bytes
-            for each half-precision logit (16/3 of float32) none is computed twice.
+        max_workspace: Bytes that a call takes beside the gradients: for logits and their gradient,
+            of which as many are made at a time as there is room for. At least a row is in the
+            forward, and 256 columns in the backward; and half of it is theirs, however much the
+            float32 gradient of half-precision `hidden` takes. Of a mean or a sum with a `weight`
+            that needs a gradient, some logits are made twice: of those tokens for whose logits'
+            gradient there is room neither here nor in the memory of the gradient of `weight`, which
+            holds that of `dim` tokens.
 
     Returns:
         float32, a scalar or `[...]`. The loss of a token has the same bits whatever the other
@@ -107,7 +111,8 @@ def linear_cross_entropy(
     )
     refuse_gradient_of_weights("linear_cross_entropy", token_weights)
     if some_need_grad(rows, weight, bias):
-        loss = _differentiable_cross_entropy(*arguments)
+        needs = (isinstance(t, torch.Tensor) and t.requires_grad for t in (rows, weight, bias))
+        loss = _differentiable_cross_entropy(*arguments, *needs)
     else:
         loss = ops.linear_cross_entropy.default(*arguments)
     return loss.view(shape) if number == NO_REDUCTION and shape is not None else loss
@@ -336,70 +341,98 @@ _GRADIENTS = "(Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)"
 
 
 @_op(
-    f"linear_cross_entropy_fwd({_LOSS}) -> "
-    "(Tensor loss, Tensor statistics, Tensor count, Tensor kept)"
+    f"linear_cross_entropy_fwd({_LOSS}, {_NEEDS}) -> "
+    f"(Tensor loss, Tensor statistics, Tensor count, {_GRADIENTS[1:-1]})"
 )
-def _forward_of_loss(hidden, weight, bias, targets, token_weights, reduction, *options, keep=True):
-    ignore_index, *options, max_workspace = options
+def _forward_of_loss(hidden, weight, bias, targets, token_weights, reduction, *options):
+    ignore_index, *options, max_workspace, needs_1, needs_2, needs_3 = options
     tokens = {"targets": targets, "token_weights": token_weights}
     _check("linear_cross_entropy", hidden, max_workspace, **tokens)
-    kept = no_kept(hidden, weight, max_workspace, reduction if keep else NO_REDUCTION)
-    if kept.shape[0] > 0:
-        max_workspace -= kept.numel() * kept.element_size()
-        one = hidden.new_ones((), dtype=torch.float32)
-    parts = parts_of_rows(hidden, weight, max_workspace, kept.shape[0])
-    several = len(parts) > 1
-    if several:
-        losses, statistics = floats_of_rows(hidden), floats_of_rows(hidden, 2)
-        count = losses.new_empty((0,))
-        if reduction != NO_REDUCTION:
-            count = (targets != ignore_index).sum(dtype=torch.float32).view(1)
-    for part in parts:
-        logits = head_logits(some(hidden, part), weight, bias)
-        found = _cross_entropy_fwd(
-            *(logits, some(targets, part), some(token_weights, part)),
-            *(NO_REDUCTION if several else reduction, ignore_index, *options, False),
+    losses = _Losses(hidden, weight, targets, token_weights, reduction, ignore_index, *options)
+    needs = needs_1, needs_2, needs_3
+    if _are_made_in_forward(hidden, reduction) and any(needs):
+        grads = gradients_by_rows(
+            *(hidden, weight, bias, needs, max_workspace, losses.add, losses.differentiate)
         )
-        if several:
-            losses[part], statistics[part], _ = found
+    else:
+        for part in parts_of_rows(hidden, weight, max_workspace):
+            losses.add(head_logits(some(hidden, part), weight, bias), part)
+        grads = empty_gradients(hidden, weight, (False,) * 3)
+    return losses.reduced(), losses.statistics, losses.count, *grads
+
+
+def _are_made_in_forward(hidden: torch.Tensor, reduction: int) -> bool:
+    """Whether the gradients are, but for the factor of the loss's.
+
+    NOTE: not of float16, whose range may not have those of logits without that factor.
+    """
+    return reduction != NO_REDUCTION and hidden.dtype != torch.float16
+
+
+class _Losses:
+    """The losses of some rows at a time, reduced as `cross_entropy` does."""
+
+    def __init__(self, hidden, weight, targets, token_weights, reduction, ignore_index, *options):
+        self.head, self.of_rows = (hidden, weight), (targets, token_weights)
+        self.reduction, self.options, self.ignore_index = reduction, options, ignore_index
+        self.losses = None  # of rows; before there are any, or where all came together
+
+    def add(self, logits: torch.Tensor, rows: slice) -> None:
+        hidden, (targets, token_weights) = self.head[0], self.of_rows
+        is_all = rows == slice(0, hidden.shape[0])
+        if self.losses is None and not is_all:
+            self.losses, self.statistics = floats_of_rows(hidden), floats_of_rows(hidden, 2)
+            self.count = self.losses.new_empty((0,))
+            if self.reduction != NO_REDUCTION:
+                counted = targets != self.ignore_index
+                self.count = counted.sum(dtype=torch.float32).view(1)
+        found = _cross_entropy_fwd(
+            *(logits, some(targets, rows), some(token_weights, rows)),
+            *(self.reduction if is_all else NO_REDUCTION, self.ignore_index),
+            *(*self.options, False),
+        )
+        if is_all:
+            self.loss, self.statistics, self.count = found
         else:
-            loss, statistics, count = found
-        if part.start < kept.shape[0]:
-            divisor = count if reduction == _MEAN else None
-            factors = (one, token_weights, divisor, *options, ignore_index)
-            differentiate = _differentiate_cross_entropy(weight, targets, statistics, *factors)
-            differentiate(some(kept, part), logits, part, 0)
-        del logits  # before there are the next
-    if several and reduction == NO_REDUCTION:
-        loss = losses
-    elif several:
-        loss = losses.sum(dtype=torch.float64)
-        loss = (loss / count[0] if reduction == _MEAN else loss).float()
-    return loss, statistics, count, kept
+            self.losses[rows], self.statistics[rows], _ = found
+
+    def reduced(self) -> torch.Tensor:
+        if self.losses is None:
+            return self.loss
+        if self.reduction == NO_REDUCTION:
+            return self.losses
+        loss = self.losses.sum(dtype=torch.float64)
+        return (loss / self.count[0] if self.reduction == _MEAN else loss).float()
+
+    def differentiate(self, grads, logits, rows: slice, first_column: int) -> None:
+        """As `gradients_by_rows` wants it, of rows that were added."""
+        (hidden, weight), (targets, token_weights) = self.head, self.of_rows
+        one = hidden.new_ones((), dtype=torch.float32)
+        divisor = self.count if self.reduction == _MEAN else None
+        _differentiate_cross_entropy(
+            *(weight, targets, self.statistics, one, token_weights, divisor),
+            *(*self.options, self.ignore_index),
+        )(grads, logits, rows, first_column)
 
 
 @_op(f"linear_cross_entropy({_LOSS}) -> Tensor loss")
 def _(*arguments):
-    return _forward_of_loss(*arguments, keep=False)[0]
+    return _forward_of_loss(*arguments, False, False, False)[0]
 
 
 @_op(
     f"linear_cross_entropy_bwd({_HEAD}, Tensor? token_weights, Tensor grad_out, Tensor statistics, "
-    f"Tensor count, Tensor kept, {_LOSS_OPTIONS}, {_NEEDS}) -> {_GRADIENTS}"
+    f"Tensor count, {_LOSS_OPTIONS}, {_NEEDS}) -> {_GRADIENTS}"
 )
-def _(hidden, weight, bias, targets, token_weights, grad_out, statistics, count, kept, *options):
+def _gradients_of_loss(
+    hidden, weight, bias, targets, token_weights, grad_out, statistics, count, *options
+):
     reduction, ignore_index, *options, max_workspace, needs_1, needs_2, needs_3 = options
-    grad, factor, divisor = grad_out, None, count if reduction == _MEAN else None
-    if kept.shape[0] > 0:
-        factor = grad_out
-        if kept.shape[0] < hidden.shape[0]:
-            grad = torch.ones_like(grad_out)
-    factors = (grad, token_weights, divisor, *options, ignore_index)
+    divisor = count if reduction == _MEAN else None
+    factors = (grad_out, token_weights, divisor, *options, ignore_index)
     differentiate = _differentiate_cross_entropy(weight, targets, statistics, *factors)
     needs = needs_1, needs_2, needs_3
-    return gradients_by_columns(
-        hidden, weight, bias, needs, max_workspace, differentiate, kept, factor
-    )
+    return gradients_by_columns(hidden, weight, bias, needs, max_workspace, differentiate)
 
 
 def _differentiate_cross_entropy(
@@ -497,14 +530,34 @@ def _empty_log_probs(hidden, has_entropy) -> tuple[torch.Tensor, ...]:
 
 
 def _save_cross_entropy(ctx, inputs, outputs):
-    ctx.options = inputs[5:]
-    ctx.save_for_backward(*inputs[:5], *outputs[1:])
+    _, statistics, count, *made = outputs
+    *ctx.options, _, _, _ = inputs[5:]
+    # NOTE: not saved as others are: the backward writes over them, and hands them on.
+    ctx.made = made
+    ctx.save_for_backward(*inputs[:5], statistics, count)
 
 
 def _cross_entropy_backward(ctx, grad_out):
-    *inputs, statistics, count, kept = ctx.saved_tensors
-    saved = (*inputs, grad_out, statistics, count, kept)
-    return ops.linear_cross_entropy_bwd.default(*saved, *ctx.options, *_needs(ctx))
+    *inputs, statistics, count = ctx.saved_tensors
+    hidden, _, bias, _, _ = inputs
+    if not _are_made_in_forward(hidden, ctx.options[0]):
+        saved = (*inputs, grad_out, statistics, count)
+        return ops.linear_cross_entropy_bwd.default(*saved, *ctx.options, *_needs(ctx))
+    made, ctx.made = ctx.made, None
+    if made is None:  # of the second backward of a graph: the first one has taken them
+        forward = ops.linear_cross_entropy_fwd.default(*inputs, *ctx.options, *_needs(ctx))
+        made = forward[3:]
+    of_hidden, of_weight, of_bias = (_multiplied(grad, grad_out) for grad in made)
+    of_bias = of_bias if bias is None else of_bias.to(bias.dtype)
+    return of_hidden.to(hidden.dtype), of_weight, of_bias
+
+
+def _multiplied(grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """In float32, and in place unless torch.compile traces it, which sees to that itself."""
+    factor = factor.view(1)  # NOTE: a scalar's dtype would not widen that of what it multiplies.
+    if type(grad) is torch.Tensor:
+        return grad.mul_(factor)
+    return (grad * factor).to(grad.dtype)
 
 
 def _save_log_probs(ctx, inputs, outputs):
@@ -546,8 +599,9 @@ def _fake_loss(hidden, weight, bias, targets, token_weights, reduction, *options
     losses = floats_of_rows(hidden)
     loss = losses if reduction == NO_REDUCTION else losses.new_empty(())
     count = losses.new_empty((0 if reduction == NO_REDUCTION else 1,))
-    kept = no_kept(hidden, weight, options[-1], reduction)
-    return loss, floats_of_rows(hidden, 2), count, kept
+    needs = options[-3:] if _are_made_in_forward(hidden, reduction) else (False,) * 3
+    grads = empty_gradients(hidden, weight, needs)
+    return loss, floats_of_rows(hidden, 2), count, *grads
 
 
 def _fake_log_probs(hidden, weight, bias, targets, *options):
