@@ -26,6 +26,11 @@ QUICK = ((16, 32, 300),)
 ROUNDS = 2
 # RMS difference of gradients, relative: bfloat16 has 8 bits, and what is rounded twice loses more.
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+# Also with a weight that needs no gradient, as of a head beside adapters.
+FROZEN, FROZEN_TOO = (
+    ", frozen weight",
+    ("linear_cross_entropy", "PyTorch", "torch.compile", "Liger"),
+)
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -51,6 +56,9 @@ def losses(fuselage, device: str) -> dict[str, Loss]:
 
     found = {
         "linear_cross_entropy": fuselage.linear_cross_entropy,
+        "linear_cross_entropy, 2 GiB": partial(
+            fuselage.linear_cross_entropy, max_workspace=2 << 30
+        ),
         "linear_cross_entropy, 4 GiB": partial(
             fuselage.linear_cross_entropy, max_workspace=4 << 30
         ),
@@ -91,37 +99,42 @@ def run_shape(fuselage, device: str, shape: tuple[int, int, int], options) -> di
     weight = torch.randn(vocab, dim, device=device, dtype=dtype) * dim**-0.5
     weight.requires_grad_()
     targets = torch.randint(vocab, (rows,), device=device)
-    found = losses(fuselage, device)
+    head = {True: (hidden, weight), False: (hidden, weight.detach())}
+    found = {name: (loss, True) for name, loss in losses(fuselage, device).items()}
+    found |= {name + FROZEN: (found[name][0], False) for name in FROZEN_TOO if name in found}
 
-    def gradients(loss: Loss) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(loss(hidden, weight, targets), (hidden, weight))
+    def gradients(name: str) -> tuple[torch.Tensor, ...]:
+        loss, of_weight = found[name]
+        wanted = (hidden, weight) if of_weight else (hidden,)
+        return torch.autograd.grad(loss(*head[of_weight], targets), wanted)
 
     wide = [t.detach().float().requires_grad_() for t in (hidden, weight)]
     exact = torch.autograd.grad(naive(*wide, targets), wide)
     columns = {}
-    for name, loss in found.items():
-        pairs = zip(gradients(loss), exact, strict=True)
-        error = max(relative_error(ours.float(), wanted) for ours, wanted in pairs)
+    for name in found:
+        ours = gradients(name)
+        error = max(relative_error(a.float(), e) for a, e in zip(ours, exact, strict=False))
         if not error <= LIMITS[dtype]:
             raise SystemExit(f"FAILED: gradients of {name} differ by {error:.1e}")
-        columns[name] = {"error": error, "forward": [], "both": []}
+        gib = sum(t.numel() * t.element_size() for t in ours) / 2**30
+        columns[name] = {"error": error, "gradients_gib": gib, "forward": [], "both": []}
+        del ours
 
-    def forward(loss: Loss) -> None:
+    def forward(name: str) -> None:
         with torch.no_grad():
-            loss(hidden, weight, targets)
+            found[name][0](hidden, weight, targets)
 
     del wide, exact
     for name in measure.by_turns(tuple(found), ROUNDS):
         for kind, run in (("forward", forward), ("both", gradients)):
-            run_it = partial(run, found[name])
+            run_it = partial(run, name)
             columns[name][kind] += measure.times(run_it, device, 0.0, options.runs)
     for name, column in columns.items():
         column["milliseconds"] = {
             kind: measure.summary(column.pop(kind)) for kind in ("forward", "both")
         }
-        column["extra_gib"] = extra_memory(partial(gradients, found[name]), device)
-    gradients_gib = sum(t.numel() * t.element_size() for t in (hidden, weight)) / 2**30
-    return {"sizes": shape, "gradients_gib": gradients_gib, "columns": columns}
+        column["extra_gib"] = extra_memory(partial(gradients, name), device)
+    return {"sizes": shape, "columns": columns}
 
 
 def table(cases: dict[str, dict]) -> str:
@@ -132,7 +145,8 @@ def table(cases: dict[str, dict]) -> str:
         for name, column in record["columns"].items():
             times = column["milliseconds"]
             extra = column["extra_gib"]
-            memory = "-" if extra is None else f"{max(extra - record['gradients_gib'], 0):.2f}"
+            gradients = column.get("gradients_gib") or record["gradients_gib"]  # older results
+            memory = "-" if extra is None else f"{max(extra - gradients, 0):.2f}"
             lines.append(
                 f"| {case}: {name} | {times['forward']['median']:.2f} | "
                 f"{times['both']['median']:.2f} | {memory} |"

@@ -628,7 +628,8 @@ def test_the_benchmark_verifies_times_and_writes(fuselage, tmp_path):
     done = subprocess.run(command, cwd=REPO_DIR, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     (record,) = json.loads(path.read_text())["cases"].values()
-    for name in ("linear_cross_entropy", "linear_log_probs", "PyTorch"):
+    names = ("linear_cross_entropy", "linear_log_probs", "PyTorch")
+    for name in (*names, "linear_cross_entropy, frozen weight", "PyTorch, frozen weight"):
         column = record["columns"][name]
         assert column["error"] <= 1e-5
         assert column["milliseconds"]["forward"]["median"] > 0
