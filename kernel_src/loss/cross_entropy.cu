@@ -317,6 +317,31 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
   }
 }
 
+// ---- the factor of gradients that were made in the forward ----
+
+template <typename T>
+__global__ void __launch_bounds__(kMultiplyThreads) multiply_kernel(const Multiply p) {
+  const float factor = *p.factor;
+  if (factor == 1.0f) return;
+  constexpr int N = 16 / static_cast<int>(sizeof(T));
+  using V = Vector<T, N>;
+  T* x = static_cast<T*>(p.x);
+  const int64_t first = int64_t{blockIdx.x} * kMultiplyThreads + threadIdx.x;
+  const int64_t step = int64_t{gridDim.x} * kMultiplyThreads;
+  const int64_t vectors = V::shift_of(x) == 0 ? p.count / N : 0;
+#pragma unroll 1
+  for (int64_t i = first; i < vectors; i += step) {
+    float values[N];
+    V::load(x + i * N).to_floats(values);
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] *= factor;
+    V::from_floats(values).store(x + i * N);
+  }
+#pragma unroll 1
+  for (int64_t i = vectors * N + first; i < p.count; i += step)
+    x[i] = from_float<T>(to_float(x[i]) * factor);
+}
+
 // ---- launchers ----
 
 template <typename T>
@@ -365,6 +390,16 @@ const char* cross_entropy_forward(const CrossEntropyForward& p, int device, void
   }
   if (error != gpuSuccess || p.reduction == Reduction::none) return message_of(error);
   return message_of(gpu_launch_after(&finish_kernel, dim3(1), dim3(kLossSumThreads), stream, p));
+}
+
+const char* multiply(const Multiply& p, int device, void* stream) {
+  const int64_t most = int64_t{device_info(device).multiprocessors} * kMultiplyBlocks;
+  const int64_t blocks = std::min(ceil_div(p.count, kMultiplyThreads), most);
+  return message_of(dispatch_dtype(p.dtype, [&](auto tag) {
+    return gpu_launch(&multiply_kernel<typename decltype(tag)::type>,
+                      dim3(static_cast<unsigned>(blocks)), dim3(kMultiplyThreads), 0, 1,
+                      static_cast<gpuStream>(stream), p);
+  }));
 }
 
 const char* loss_backward(const LossBackward& p, int device, void* raw_stream) {

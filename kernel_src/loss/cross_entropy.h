@@ -94,8 +94,17 @@ struct LossBackward {
   int64_t first_column, full_vocab;
 };
 
+// x *= factor, in float32. Where that is one, as it mostly is, nothing is written.
+struct Multiply {
+  void* x;  // [count]
+  DType dtype;
+  int64_t count;
+  const float* factor;  // [1]
+};
+
 namespace gpu {
 
+const char* multiply(const Multiply& p, int device, void* stream);
 const char* cross_entropy_forward(const CrossEntropyForward& p, int device, void* stream);
 const char* log_probs_forward(const LogProbsForward& p, int device, void* stream);
 const char* loss_backward(const LossBackward& p, int device, void* stream);

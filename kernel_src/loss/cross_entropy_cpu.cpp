@@ -243,6 +243,17 @@ FUSELAGE_HIDDEN void loss_backward(const LossBackward& p, int64_t begin, int64_t
   });
 }
 
+FUSELAGE_HIDDEN void multiply(const Multiply& p, int64_t begin, int64_t end) {
+  const float factor = *p.factor;
+  if (factor == 1) return;
+  visit_dtype(p.dtype, [&](auto type) {
+    auto* x = static_cast<decltype(type)*>(p.x);
+    for_each_vector(begin, end, [&](int64_t i, auto lanes) {
+      store(x + i, load(x + i, lanes) * factor, lanes);
+    });
+  });
+}
+
 }  // namespace FUSELAGE_ISA
 
 // The public functions
@@ -254,6 +265,7 @@ FUSELAGE_PICK_ISA(log_probs_forward,
                   (p, rows, begin, end))
 FUSELAGE_PICK_ISA(loss_backward, (const LossBackward& p, int64_t begin, int64_t end),
                   (p, begin, end))
+FUSELAGE_PICK_ISA(multiply, (const Multiply& p, int64_t begin, int64_t end), (p, begin, end))
 
 #if FUSELAGE_ISA_IS_BASELINE
 

@@ -25,4 +25,7 @@ void log_probs_finish(const LogProbsForward& p, const LogProbsRow* rows);
 
 void loss_backward(const LossBackward& p, int64_t begin, int64_t end);
 
+// Elements [begin, end).
+void multiply(const Multiply& p, int64_t begin, int64_t end);
+
 }  // namespace fuselage::cpu

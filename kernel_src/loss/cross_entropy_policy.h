@@ -17,6 +17,8 @@ constexpr int kLossPartTurns = 8;      // of a part of a row, at most
 constexpr int kLossMostParts = 4;      // beyond, they have more
 constexpr int kNarrowThreads = 256;    // of a block with several rows in a warp
 constexpr int kGradientThreads = 256;  // of the backward
+constexpr int kMultiplyThreads = 256;  // of a block that multiplies
+constexpr int kMultiplyBlocks = 8;     // of them on a multiprocessor
 constexpr int kLossSumThreads = 1024;  // of the block that adds up the losses of all rows
 constexpr int64_t kMaxLossBlocks = (int64_t{1} << 31) - 1;
 

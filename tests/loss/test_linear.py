@@ -140,6 +140,26 @@ def test_shapes(fuselage, device, rows, dim, vocab):
     assert_same_bits(small, whole, "another workspace")
 
 
+@each_dtype
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 4099, 3_000_000])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_the_factor_of_gradients(fuselage, device, dtype, count, offset):
+    """In float32, rounded once, wherever it starts; and what is around stays."""
+    multiply = fuselage.linear_loss.ops.multiply_.default
+    for factor in (1.0, 1 / 3, -4.0, torch.nan):
+        around = normal((offset + count + 1,), dtype, device)
+        expected = around.clone()
+        expected[offset : offset + count] = (around[offset : offset + count].float() * factor).to(
+            dtype
+        )
+        multiply(around[offset : offset + count], torch.tensor(factor, device=device))
+        assert torch.equal(around.nan_to_num(3.0), expected.nan_to_num(3.0))
+    with pytest.raises(RuntimeError, match="`factor` must be one float32"):
+        multiply(around, torch.ones(2, device=device))
+    with pytest.raises(RuntimeError, match="`x` must be contiguous"):
+        multiply(around.expand(2, -1), torch.ones(1, device=device))
+
+
 def parts_of(fuselage):
     """The module of the loss's slices and products."""
     return sys.modules[fuselage.linear_loss.__name__.replace("linear_loss", "_head_parts")]

@@ -416,6 +416,21 @@ void loss_columns_bwd_(const Tensor& grad_logits, const Tensor& logits, const Te
   run_backward(given, p, statistics, grad_logits, stride);
 }
 
+// x *= factor, one float32.
+void multiply_(const Tensor& x, const Tensor& factor) {
+  const char* op = "multiply_";
+  Multiply p{};
+  p.dtype = check_dtype(op, "x", x);
+  FUSELAGE_CHECK(op, x.is_contiguous(), "`x` must be contiguous, as it is written in place");
+  check_same_device(op, "factor", factor, x, "x");
+  FUSELAGE_CHECK(op, is_float32(factor) && factor.numel() == 1, "`factor` must be one float32");
+  if (x.numel() == 0 || is_meta(x)) return;
+  p.x = x.mutable_data_ptr();
+  p.count = x.numel();
+  p.factor = static_cast<const float*>(factor.const_data_ptr());
+  launch<cpu::multiply, gpu::multiply>(op, x, p, p.count, 1);
+}
+
 }  // namespace
 
 void register_loss_ops(const Ops& ops) {
@@ -451,6 +466,7 @@ void register_loss_ops(const Ops& ops) {
       "Tensor? grad_log_sum_exp, Tensor? entropy, float temperature, float? logit_softcap, "
       "int ignore_index, int first_column, int vocab) -> ()",
       TORCH_BOX(&loss_columns_bwd_));
+  ops.op("multiply_(Tensor(a!) x, Tensor factor) -> ()", TORCH_BOX(&multiply_));
 }
 
 }  // namespace fuselage::binding

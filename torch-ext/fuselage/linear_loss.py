@@ -43,6 +43,7 @@ from .loss import LogProbs, number_of_reduction, refuse_gradient_of_weights
 _cross_entropy_fwd = ops.cross_entropy_fwd.default
 _log_probs_fwd = ops.log_probs_fwd.default
 _loss_columns_bwd = ops.loss_columns_bwd_.default
+_multiply = ops.multiply_.default
 
 _MEAN = number_of_reduction("mean")
 _DEFAULT_WORKSPACE = 1 << 30
@@ -554,10 +555,11 @@ def _cross_entropy_backward(ctx, grad_out):
 
 def _multiplied(grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """In float32, and in place unless torch.compile traces it, which sees to that itself."""
-    factor = factor.view(1)  # NOTE: a scalar's dtype would not widen that of what it multiplies.
     if type(grad) is torch.Tensor:
-        return grad.mul_(factor)
-    return (grad * factor).to(grad.dtype)
+        _multiply(grad, factor)
+        return grad
+    # NOTE: of one dimension, as a scalar's dtype would not widen that of what it multiplies.
+    return (grad * factor.view(1)).to(grad.dtype)
 
 
 def _save_log_probs(ctx, inputs, outputs):
@@ -620,3 +622,4 @@ register_fakes("linear_log_probs", _fake_log_probs, results=4)
 register_fake_gradients("linear_cross_entropy_bwd")
 register_fake_gradients("linear_log_probs_bwd")
 register_fake_in_place("loss_columns_bwd_")
+register_fake_in_place("multiply_")
