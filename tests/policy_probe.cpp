@@ -279,6 +279,8 @@ void rms_norm_backward(const DeviceInfo& device, Report& report) {
         const int64_t held = int64_t{row.cluster} * row.threads_per_row * row.vectors * (16 / size);
         report.expect(held >= dim && row.vectors * (16 / size) <= kBackwardColumns,
                       "columns without a thread");
+        report.expect(row.cluster == 1 || row.vectors * (16 / size) == kBackwardColumns,
+                      "clusters without a kernel");
         const int64_t columns = held / row.cluster * row.rows_per_block;
         report.expect(policy.shared_bytes >= columns * 4, "no room for the weight's gradient");
       }
@@ -336,6 +338,8 @@ void expect_row_backward(Report& report, const DeviceInfo& device, const RowBack
                 "columns without a thread");
   report.expect(shape.short_rows || row.vectors * vector_size == shape.max_columns,
                 "no kernel for so few columns a thread");
+  report.expect(row.cluster == 1 || row.vectors * vector_size == shape.max_columns,
+                "clusters without a kernel");
   // Shared memory, as the kernel uses it.
   const int64_t columns = held / row.cluster * row.rows_per_block;
   const int element_bytes =

@@ -100,7 +100,9 @@ inline BackwardPolicy rms_norm_backward_policy(const DeviceInfo& real_device, bo
     block_threads -= kWarpSize;
   }
   const int64_t block_limit = int64_t{block_threads} * most_vectors;
-  if (count > block_limit) row.cluster = cluster_for(device, count, block_limit);
+  // Kernels of clusters have the most vectors alone.
+  if (count > block_limit && most_vectors == kBackwardColumns / vector_size)
+    row.cluster = cluster_for(device, count, block_limit);
   const int64_t block_count = ceil_div(count, row.cluster);
   row.streamed = block_count > block_limit;
   if (row.streamed) {
