@@ -2,7 +2,8 @@
 
 What these functions allocate, beside results, is no more than `max_workspace` bytes. Only where
 what is of all rows, as float32 gradients of hidden, takes more than half of that, is it the other
-half and that; and a row of logits in a forward, or 256 columns in a backward, is the least.
+half and that; and a row of logits in a forward, or 256 columns in a backward, is the least. On a
+CPU, and on ROCm, float32 copies of some half-precision factors of a product come on top.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ def _add_product(sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, is_first:
     if a.dtype != torch.float32 and _has_float32_products(a):
         options = {"out_dtype": torch.float32}
     elif a.dtype != torch.float32:  # some float32 copies at a time
-        columns = parts(0, a.shape[1], _ROWS)
+        columns = parts(0, a.shape[1], 4 * _ROWS)
     for part in columns:
         left, right = a[:, part], some(b, part)
         if not options:

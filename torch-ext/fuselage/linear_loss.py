@@ -28,6 +28,7 @@ from ._fake import (
     register_fake_in_place,
     register_fakes,
 )
+from ._head_losses import MEAN, Losses, gradient_of_cross_entropy
 from ._head_parts import (
     NO_REDUCTION,
     empty_gradients,
@@ -40,12 +41,10 @@ from ._head_parts import (
 from ._ops import ops
 from .loss import LogProbs, number_of_reduction, refuse_gradient_of_weights
 
-_cross_entropy_fwd = ops.cross_entropy_fwd.default
 _log_probs_fwd = ops.log_probs_fwd.default
 _loss_columns_bwd = ops.loss_columns_bwd_.default
 _multiply = ops.multiply_.default
 
-_MEAN = number_of_reduction("mean")
 _DEFAULT_WORKSPACE = 1 << 30
 _IGNORED = -100  # of the targets of a shard
 
@@ -349,7 +348,7 @@ def _forward_of_loss(hidden, weight, bias, targets, token_weights, reduction, *o
     ignore_index, *options, max_workspace, needs_1, needs_2, needs_3 = options
     tokens = {"targets": targets, "token_weights": token_weights}
     _check("linear_cross_entropy", hidden, max_workspace, **tokens)
-    losses = _Losses(hidden, weight, targets, token_weights, reduction, ignore_index, *options)
+    losses = Losses(hidden, weight, targets, token_weights, reduction, ignore_index, *options)
     needs = needs_1, needs_2, needs_3
     if _are_made_in_forward(hidden, reduction) and any(needs):
         grads = gradients_by_rows(
@@ -370,52 +369,6 @@ def _are_made_in_forward(hidden: torch.Tensor, reduction: int) -> bool:
     return reduction != NO_REDUCTION and hidden.dtype != torch.float16
 
 
-class _Losses:
-    """The losses of some rows at a time, reduced as `cross_entropy` does."""
-
-    def __init__(self, hidden, weight, targets, token_weights, reduction, ignore_index, *options):
-        self.head, self.of_rows = (hidden, weight), (targets, token_weights)
-        self.reduction, self.options, self.ignore_index = reduction, options, ignore_index
-        self.losses = None  # of rows; before there are any, or where all came together
-
-    def add(self, logits: torch.Tensor, rows: slice) -> None:
-        hidden, (targets, token_weights) = self.head[0], self.of_rows
-        is_all = rows == slice(0, hidden.shape[0])
-        if self.losses is None and not is_all:
-            self.losses, self.statistics = floats_of_rows(hidden), floats_of_rows(hidden, 2)
-            self.count = self.losses.new_empty((0,))
-            if self.reduction != NO_REDUCTION:
-                counted = targets != self.ignore_index
-                self.count = counted.sum(dtype=torch.float32).view(1)
-        found = _cross_entropy_fwd(
-            *(logits, some(targets, rows), some(token_weights, rows)),
-            *(self.reduction if is_all else NO_REDUCTION, self.ignore_index),
-            *(*self.options, False),
-        )
-        if is_all:
-            self.loss, self.statistics, self.count = found
-        else:
-            self.losses[rows], self.statistics[rows], _ = found
-
-    def reduced(self) -> torch.Tensor:
-        if self.losses is None:
-            return self.loss
-        if self.reduction == NO_REDUCTION:
-            return self.losses
-        loss = self.losses.sum(dtype=torch.float64)
-        return (loss / self.count[0] if self.reduction == _MEAN else loss).float()
-
-    def differentiate(self, grads, logits, rows: slice, first_column: int) -> None:
-        """As `gradients_by_rows` wants it, of rows that were added."""
-        (hidden, weight), (targets, token_weights) = self.head, self.of_rows
-        one = hidden.new_ones((), dtype=torch.float32)
-        divisor = self.count if self.reduction == _MEAN else None
-        _differentiate_cross_entropy(
-            *(weight, targets, self.statistics, one, token_weights, divisor),
-            *(*self.options, self.ignore_index),
-        )(grads, logits, rows, first_column)
-
-
 @_op(f"linear_cross_entropy({_LOSS}) -> Tensor loss")
 def _(*arguments):
     return _forward_of_loss(*arguments, False, False, False)[0]
@@ -429,36 +382,11 @@ def _gradients_of_loss(
     hidden, weight, bias, targets, token_weights, grad_out, statistics, count, *options
 ):
     reduction, ignore_index, *options, max_workspace, needs_1, needs_2, needs_3 = options
-    divisor = count if reduction == _MEAN else None
+    divisor = count if reduction == MEAN else None
     factors = (grad_out, token_weights, divisor, *options, ignore_index)
-    differentiate = _differentiate_cross_entropy(weight, targets, statistics, *factors)
+    differentiate = gradient_of_cross_entropy(weight, targets, statistics, *factors)
     needs = needs_1, needs_2, needs_3
     return gradients_by_columns(hidden, weight, bias, needs, max_workspace, differentiate)
-
-
-def _differentiate_cross_entropy(
-    weight,
-    targets,
-    statistics,
-    grad,
-    token_weights,
-    divisor,
-    smoothing,
-    square_scale,
-    softcap,
-    ignore_index,
-):
-    """As `_gradients` wants it, of gradients of each row's loss or of all, over `divisor`."""
-
-    def differentiate(grads, logits, rows: slice, first_column: int) -> None:
-        _loss_columns_bwd(
-            *(grads, logits, some(targets, rows), some(statistics, rows)),
-            *(some(grad, rows) if grad.dim() > 0 else grad, some(token_weights, rows), divisor),
-            *(smoothing, square_scale, None, None, None, None, 1.0, softcap, ignore_index),
-            *(first_column, weight.shape[0]),
-        )
-
-    return differentiate
 
 
 @_op(f"linear_log_probs_fwd({_LOG_PROBS}) -> ({_LOG_PROBS_RESULTS}, Tensor statistics)")
