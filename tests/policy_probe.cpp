@@ -608,6 +608,8 @@ void lm_head(const DeviceInfo& device, Report& report) {
               report.expect(!has_aligned_chunks(p) || (starts && hidden_starts),
                             "chunks off a boundary");
               const HeadForm form = head_form(device, p);
+              report.expect(form != HeadForm::plain || has_plain_form(device, p),
+                            "a form that has no code for the GPU");
               if (form == HeadForm::plain) continue;
               report.expect(device.has_async_copy, "asynchronous copies where there are none");
               report.expect(form != HeadForm::mma || device.tensor_cores != TensorCores::none,

@@ -16,7 +16,7 @@ from builder.archs import (
     release_archs,
     without_ptx,
 )
-from builder.compile import Unit, gencode_flags, nvcc_threads, select_archs
+from builder.compile import CODE_CHANGES_AT, Unit, gencode_flags, nvcc_threads, select_archs
 from builder.config import load
 from builder.errors import BuildError
 from builds import BUILD_VARIANT, copy_sources, run
@@ -35,8 +35,9 @@ def test_a_compiler_has_no_more_threads_than_gpus(archs, jobs, threads):
 
 def test_capabilities_share_the_code_they_are_given():
     """Machine code is made of PTX of another capability: no source may tell the two apart."""
-    shared = gencode_flags(["8.0", "8.6", "9.0+PTX", "9.0a", "10.0", "12.0+PTX"])
+    shared = gencode_flags(["7.5", "8.0", "8.6", "9.0+PTX", "9.0a", "10.0", "12.0+PTX"])
     assert shared[1::2] == [
+        "arch=compute_75,code=[sm_75]",
         "arch=compute_80,code=[sm_80,sm_86]",
         "arch=compute_90,code=[sm_90,compute_90,sm_100]",
         "arch=compute_90a,code=[sm_90a]",
@@ -49,7 +50,7 @@ def test_capabilities_share_the_code_they_are_given():
         for path in sources
         for condition in re.findall(r"__CUDA_ARCH__ *[<>=!]+ *\w+", path.read_text("utf-8"))
     }
-    assert asked == {"__CUDA_ARCH__ >= 900"}
+    assert asked == {f"__CUDA_ARCH__ >= {capability}0" for capability in CODE_CHANGES_AT}
 
 
 def test_code_for_one_gpu_alone_goes_by_that_gpus_number():

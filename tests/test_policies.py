@@ -8,6 +8,8 @@ needs a GPU or its toolkit.
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,34 @@ def test_no_kernel_or_policy_compares_a_capability():
         if path.suffix in (".h", ".cu", ".cpp") and path.name not in mapping:
             code = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
             assert not pattern.search(code), path
+
+
+def code_of_kernels(source: str, arch: str, folder: Path) -> list[tuple[str, int]]:
+    """The name and the bytes of machine code of each kernel of a source."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    cubin = folder / "code.cubin"
+    command = [nvcc, "-cubin", f"-arch=sm_{arch}", "-std=c++17", "-O3", "--expt-relaxed-constexpr"]
+    command += [f"-I{SOURCES}", SOURCES / source, "-o", cubin]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    sections = subprocess.run(["readelf", "-SW", cubin], capture_output=True, text=True).stdout
+    found = re.findall(r"\.text\._Z\S*?\d([a-z_]+)I\S* +PROGBITS +\w+ \w+ (\w+)", sections)
+    return [(name, int(size, 16)) for name, size in found]
+
+
+def test_the_heads_form_for_a_t4_has_code_there(tmp_path: Path):
+    """policy_probe.cpp: a T4 takes no other. What it cannot run is empty."""
+    kernels = code_of_kernels("sample/lm_head.cu", "75", tmp_path)
+    code = {name: [size for its, size in kernels if its == name] for name, _ in kernels}
+    assert {name: len(sizes) for name, sizes in code.items()} == {
+        "plain_head_kernel": 6,  # three dtypes, and float8 beside each
+        "float_head_kernel": 2,
+        "head_kernel": 26,
+    }
+    assert min(code["plain_head_kernel"]) > 10_000
+    assert max(code["float_head_kernel"] + code["head_kernel"]) < 500
 
 
 # devices

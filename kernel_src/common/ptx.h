@@ -2,7 +2,8 @@
 // named by their 32-bit addresses in shared memory (shared_address).
 //
 // Where the GPU lacks an instruction its function does nothing, but for cp_async, which copies at
-// once. A kernel that depends on more than that is compiled to nothing there: kCompilesClusters.
+// once. A kernel that depends on more than that is compiled to nothing there: kCompilesClusters,
+// kCompilesAsyncCopy, kCompilesMma.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +17,11 @@
 struct CUtensorMap_st;  // CUtensorMap of <cuda.h>
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
+
+// Defined for GPUs of compute capability 8.0 and up: neither for a T4 nor for AMD's.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define FUSELAGE_SM80
+#endif
 
 // Instructions of compute capability 9.0 and up: nothing elsewhere.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -34,6 +40,26 @@ constexpr bool kCompilesClusters = true;
 constexpr bool kCompilesClusters = false;
 #endif
 
+// Likewise GPUs with cp.async, and those whose tensor cores multiply m16n8k16 of half precision.
+#if defined(FUSELAGE_SM80)
+constexpr bool kCompilesAsyncCopy = true, kCompilesMma = true;
+#else
+constexpr bool kCompilesAsyncCopy = false, kCompilesMma = false;
+#endif
+
+// The threads that an SM has at least: those of a T4, or of all later GPUs.
+#if defined(__CUDA_ARCH__) && !defined(FUSELAGE_SM80)
+constexpr int kThreadsOfSm = 1024;
+#else
+constexpr int kThreadsOfSm = 1536;
+#endif
+
+// The blocks of `threads` that launch bounds leave registers for: `wanted`, where an SM has the
+// threads.
+constexpr int bounded_blocks(int threads, int wanted) {
+  return threads * wanted <= kThreadsOfSm ? wanted : kThreadsOfSm / threads;
+}
+
 // An address as instructions on shared memory take it.
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 #if defined(USE_ROCM)
@@ -50,7 +76,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 // when the call returns.
 template <int kBytes>
 __device__ __forceinline__ void cp_async(void* shared, const void* global) {
-#if defined(USE_ROCM)
+#if !defined(FUSELAGE_SM80)
   __builtin_memcpy(__builtin_assume_aligned(shared, kBytes),
                    __builtin_assume_aligned(global, kBytes), kBytes);
 #else
@@ -80,14 +106,14 @@ __device__ __forceinline__ void cp_async_partial(void* shared, const void* globa
 
 // Closes a group of this thread's copies.
 __device__ __forceinline__ void cp_async_commit_group() {
-#if !defined(USE_ROCM)
+#if defined(FUSELAGE_SM80)
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
 // Waits until at most `pending` (0 to 3) of this thread's most recent groups are in flight.
 __device__ __forceinline__ void cp_async_wait_group(int pending) {
-#if !defined(USE_ROCM)
+#if defined(FUSELAGE_SM80)
   switch (pending) {
     case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
     case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
@@ -99,7 +125,8 @@ __device__ __forceinline__ void cp_async_wait_group(int pending) {
 
 #if !defined(USE_ROCM)
 // Copies 16 bytes, of which the first `bytes` are read and the rest is zero. L2 fetches the whole
-// line of 128 bytes.
+// line of 128 bytes. NOTE: here and below for kernels that are compiled with kCompilesAsyncCopy
+// alone.
 __device__ __forceinline__ void cp_async_zfill_16(uint32_t shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                "r"(bytes)

@@ -143,7 +143,7 @@ __device__ __forceinline__ RunningSums read_row(const CrossEntropyForward& p, co
 }
 
 template <typename T, int kVectors, bool kAligned>
-__global__ void __launch_bounds__(kLossThreads, kAligned ? 3 : 2)
+__global__ void __launch_bounds__(kLossThreads, bounded_blocks(kLossThreads, kAligned ? 3 : 2))
     forward_kernel(const CrossEntropyForward p, const LossPolicy policy, const int cluster) {
   const int64_t row =
       int64_t{blockIdx.x / static_cast<unsigned>(cluster)} * blockDim.y + threadIdx.y;

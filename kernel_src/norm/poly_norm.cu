@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kRows > 1              ? kPolyNormShortThreads
                                   : kForm == Form::plain ? 576
                                                          : kPolyNormLongThreads,
                                   kRows > 1              ? 7
-                                  : kForm == Form::plain ? 2
+                                  : kForm == Form::plain ? bounded_blocks(576, 2)
                                                          : 1)
     poly_norm_forward_kernel(const PolyNormForward p, const int blocks_in_cluster) {
   constexpr bool kAligned = true;

@@ -102,9 +102,10 @@ constexpr int forward_threads() {
 }
 template <typename Op, int kVectors, int kRows, bool kAligned, bool kClusters>
 constexpr int forward_blocks() {
-  if (kRows > 1) return Op::short_blocks(kAligned);
-  if (kVectors > kForwardVectors) return kForwardMostVectorBlocks;
-  return Op::blocks(kAligned, kClusters);
+  const int blocks = kRows > 1                    ? Op::short_blocks(kAligned)
+                     : kVectors > kForwardVectors ? kForwardMostVectorBlocks
+                                                  : Op::blocks(kAligned, kClusters);
+  return bounded_blocks(forward_threads<Op, kVectors, kRows, kAligned, kClusters>(), blocks);
 }
 
 template <typename Op, int kVectors, int kRows, bool kAligned, bool kClusters>

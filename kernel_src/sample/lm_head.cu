@@ -71,40 +71,31 @@ gpuError launch_float(const LmHead& p, const HeadOutput& out, gpuStream stream) 
 }
 #endif
 
-gpuError launch_full(const LmHead& p, const HeadOutput& out, gpuStream stream) {
-  if (p.weight_type == WeightType::float8_e4m3) return launch_plain<float, Float8>(p, out, stream);
-#if defined(USE_ROCM)
-  return launch_plain<float, float>(p, out, stream);
-#else
-  return launch_float(p, out, stream);
-#endif
-}
-
 template <typename T>
-gpuError launch_half(const LmHead& p, const HeadOutput& out, gpuStream stream) {
+gpuError launch_form([[maybe_unused]] HeadForm form, const LmHead& p, const HeadOutput& out,
+                     gpuStream stream) {
   const bool float8 = p.weight_type == WeightType::float8_e4m3;
-#if defined(USE_ROCM)
-  return float8 ? launch_plain<T, Float8>(p, out, stream) : launch_plain<T, T>(p, out, stream);
-#else
-  return float8 ? launch_tensor_cores<T, true>(p, out, stream)
-                : launch_tensor_cores<T, false>(p, out, stream);
+#if !defined(USE_ROCM)
+  if constexpr (std::is_same_v<T, float>) {
+    if (form == HeadForm::floats) return launch_float(p, out, stream);
+  } else if (form == HeadForm::mma) {
+    return float8 ? launch_tensor_cores<T, true>(p, out, stream)
+                  : launch_tensor_cores<T, false>(p, out, stream);
+  }
 #endif
+  return float8 ? launch_plain<T, Float8>(p, out, stream) : launch_plain<T, T>(p, out, stream);
 }
 
 const char* launch_head(const LmHead& p, const HeadOutput& out, int device, gpuStream stream) {
-#if !defined(USE_ROCM)
-  const bool float8 = p.weight_type == WeightType::float8_e4m3;
-  const bool is_plain = p.dtype == DType::float32 && float8;  // of the forms that are compiled here
-  if (!is_plain && head_form(device_info(device), p) == HeadForm::plain)
-    return "this GPU has no asynchronous copies or no tensor cores for half precision";
-#endif
+  const DeviceInfo info = device_info(device);
+  const HeadForm form = head_form(info, p);
+  if (form == HeadForm::plain && !has_plain_form(info, p))
+    return "this GPU has too little shared memory for a block";
   if (tiles_of(p) * ceil_div(p.batch, kPlainColumns) >= int64_t{1} << 31)
     return "the batch has too many rows for one launch";
-  switch (p.dtype) {
-    case DType::float16: return message_of(launch_half<float16>(p, out, stream));
-    case DType::bfloat16: return message_of(launch_half<bfloat16>(p, out, stream));
-    default: return message_of(launch_full(p, out, stream));
-  }
+  return message_of(dispatch_dtype(p.dtype, [&](auto tag) {
+    return launch_form<typename decltype(tag)::type>(form, p, out, stream);
+  }));
 }
 
 }  // namespace

@@ -28,6 +28,7 @@ template <int kColumns>
 __global__ void __launch_bounds__(float_tile(kColumns).threads, 2)
     float_head_kernel(const LmHead p, const HeadOutput out, const int batch_tiles,
                       const bool aligned) {
+  if constexpr (!kCompilesAsyncCopy) return;
   extern __shared__ __align__(128) char shared_bytes[];
   constexpr FloatTile kTile = float_tile(kColumns);
   constexpr int kThreads = kTile.threads, kChunks = kFloatStep / 4;

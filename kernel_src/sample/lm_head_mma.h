@@ -163,6 +163,7 @@ __device__ __forceinline__ void store_sums(
 template <typename T, int kColumns, bool kAligned, bool kFloat8>
 __global__ void __launch_bounds__(kHeadThreads, kAligned ? head_tile(kColumns, kFloat8).blocks : 2)
     head_kernel(const LmHead p, const HeadOutput out, const int batch_tiles) {
+  if constexpr (!kCompilesMma) return;
   extern __shared__ __align__(128) char shared_bytes[];
   using Traits = MmaTraits<T, kColumns, kAligned, kFloat8>;
   using W = typename Traits::W;

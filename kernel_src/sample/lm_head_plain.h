@@ -1,6 +1,8 @@
-// The form of sample/lm_head.cu for all GPUs and dtypes, AMD's among them: neither cp.async nor
-// tensor cores.
+// The form of sample/lm_head.cu for all GPUs and dtypes, a T4 and those of AMD among them: neither
+// cp.async nor tensor cores.
 #pragma once
+
+#include <type_traits>
 
 #include "common/float8.h"
 #include "sample/lm_head_epilogue.h"
@@ -12,6 +14,9 @@ namespace {
 template <typename T, typename W>
 __global__ void __launch_bounds__(kPlainThreads, 2)
     plain_head_kernel(const LmHead p, const HeadOutput out, const int batch_tiles) {
+  // has_plain_form (sample/sample_policy.h) says the same of the GPU.
+  constexpr bool kIsAlone = std::is_same_v<T, float> && std::is_same_v<W, Float8>;
+  if constexpr (kCompilesAsyncCopy && !kIsAlone) return;
   constexpr int kRowsEach = 4, kColumnsEach = 2;
   static_assert(kPlainRows == kHeadRows, "candidates are those of tiles of one size");
   static_assert(kPlainThreads == kPlainRows / kRowsEach * (kPlainColumns / kColumnsEach),

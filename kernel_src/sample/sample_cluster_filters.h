@@ -94,8 +94,8 @@ struct Filtering {
       lowest = own < lowest ? own : lowest;
       highest = own > highest ? own : highest;
     }
-    lowest = __reduce_min_sync(kAllLanes, lowest);
-    highest = __reduce_max_sync(kAllLanes, highest);
+    lowest = lowest_of_warp(lowest);
+    highest = highest_of_warp(highest);
     if (threadIdx.x % kWarpSize == 0) {
       atomicMin(&shared.min_key, lowest);
       atomicMax(&shared.max_key, highest);

@@ -143,6 +143,13 @@ inline HeadForm head_form(const DeviceInfo& device, const LmHead& p) {
   return device.tensor_cores == TensorCores::none ? HeadForm::plain : HeadForm::mma;
 }
 
+// Whether the plain form has code for the GPU. With cp.async there are other forms for all but
+// float32 beside float8.
+inline bool has_plain_form(const DeviceInfo& device, const LmHead& p) {
+  const bool narrow = p.weight_type == WeightType::float8_e4m3;
+  return !device.has_async_copy || (p.dtype == DType::float32 && narrow);
+}
+
 // Whether all rows can be copied in chunks of 16 bytes. They may end within one.
 inline bool has_aligned_chunks(const LmHead& p) {
   const int size = dtype_size(p.dtype);

@@ -92,8 +92,7 @@ __device__ __forceinline__ float nth_largest(Shared& shared, int count, int want
       above.w += four.w > own ? 1.0f : 0.0f;
     }
     const bool is = above.x + above.y + above.z + above.w < static_cast<float>(wanted);
-    const uint32_t lowest =
-        __reduce_min_sync(kAllLanes, is ? key_of<SampleMath>(own) : 0xffffffffu);
+    const uint32_t lowest = lowest_of_warp(is ? key_of<SampleMath>(own) : 0xffffffffu);
     if (threadIdx.x % kWarpSize == 0) atomicMin(&shared.limit, lowest);
   }
   __syncthreads();

@@ -123,8 +123,8 @@ def _is_wanted(arch: str, wanted: list[str]) -> bool:
     return arch in wanted or arch.rstrip("af") in wanted
 
 
-# The sources ask for this capability alone (common/ptx.h).
-_CODE_CHANGES_AT = 90
+# The capabilities that the sources ask for (common/ptx.h).
+CODE_CHANGES_AT = (80, 90)
 
 
 def gencode_flags(archs: list[str], shared_ptx: bool = True) -> list[str]:
@@ -135,13 +135,14 @@ def gencode_flags(archs: list[str], shared_ptx: bool = True) -> list[str]:
     alone (9.0a), and what is marked `+PTX`, has its own. Without `shared_ptx` each has, as in the
     flags of kernel-builder.
     """
-    shared: dict[bool, str] = {}
+    shared: dict[int, str] = {}
     codes: dict[str, list[str]] = {}
     for arch in sorted(archs, key=number):
         name = arch.removesuffix("+PTX").replace(".", "")
         first = name
         if name.isdigit() and shared_ptx:
-            first = shared.setdefault(int(name) >= _CODE_CHANGES_AT, name)
+            changes = sum(int(name) >= capability for capability in CODE_CHANGES_AT)
+            first = shared.setdefault(changes, name)
         if arch.endswith("+PTX"):
             codes.setdefault(name, []).extend([f"sm_{name}", f"compute_{name}"])
         else:
