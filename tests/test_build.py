@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ from pathlib import Path
 import pytest
 from builder.compile import Toolchain, Unit, ninja_file
 from builder.config import BACKENDS, load
-from builder.costs import MOST_BYTES, MOST_SECONDS, SECONDS_SUFFIX
+from builder.costs import MOST_BYTES, MOST_SECONDS, MOST_T4_BYTES, SECONDS_SUFFIX
 from builder.errors import BuildError
+from builder.fatbin import code_bytes
 from builder.includes import included_headers
 from builder.sources import check_sources
 from builder.toolchain import Compiler, Cuda, Torch
@@ -375,12 +377,26 @@ def test_a_compile_error_is_the_compilers_message(checkout: Path, tmp_path: Path
 # Size and compile time
 
 
-def planted_build(folder: Path, library_bytes: int, seconds: dict[str, float]) -> Path:
+def fat_binary(*entries: tuple[int, int, int]) -> bytes:
+    """The headers of one with those entries: kind (PTX 1, machine code 2), architecture, bytes."""
+    parts = [
+        struct.pack("<HHIQ12xI32x", kind, 257, 64, size - 64, arch) + bytes(size - 64)
+        for kind, arch, size in entries
+    ]
+    body = b"".join(parts)
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def planted_build(
+    folder: Path, library_bytes: int, seconds: dict[str, float], t4_bytes: int = 0
+) -> Path:
     """The output folder of a CUDA build of those files, as far as check_size.py looks at it."""
     name = "torch-stable-abi210-cu130-x86_64-linux"
     work = folder / ".work" / name
     (folder / name).mkdir(parents=True)
     with open(folder / name / "_fuselage.abi3.so", "wb") as library:
+        if t4_bytes:
+            library.write(fat_binary((2, 75, t4_bytes), (2, 80, 1000)))
         library.truncate(library_bytes)
     lines = []
     for source, taken in seconds.items():
@@ -412,20 +428,40 @@ def test_a_build_within_the_bars_passes_and_is_listed_by_file(tmp_path: Path):
     assert lines[3].split()[:2] == [f"{MOST_SECONDS:.1f}", f"{MOST_BYTES / 1e6:.2f}"]
 
 
+def test_code_for_a_t4_has_a_bar_of_its_own(tmp_path: Path):
+    files = {"norm/a.cu": HALF, "gate/b.cu": HALF}
+    result = check_size(planted_build(tmp_path, MOST_BYTES + MOST_T4_BYTES, files, MOST_T4_BYTES))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "6.00  code for 7.5 (at most 6 MB)" in result.stdout
+
+
 @pytest.mark.parametrize(
-    ("library_bytes", "second_file", "message"),
+    ("library_bytes", "t4_bytes", "second_file", "message"),
     [
-        (MOST_BYTES + 10**6, HALF, "the library has 41.0 MB, more than 40"),
-        (MOST_BYTES, HALF + 60, "compiling took 41.0 CPU minutes, more than 40"),
+        (MOST_BYTES + 10**6, 0, HALF, "the library without code for 7.5 has 41.0 MB, more than 40"),
+        # The whole has no more than it may: 40 and 6 MB.
+        (MOST_BYTES + 6 * 10**6, 5 * 10**6, HALF, "without code for 7.5 has 41.0 MB, more than 40"),
+        (MOST_BYTES, 7 * 10**6, HALF, "code for 7.5 has 7.0 MB, more than 6"),
+        (MOST_BYTES, 0, HALF + 60, "compiling took 41.0 CPU minutes, more than 40"),
     ],
 )
 def test_a_build_beyond_a_bar_fails(
-    library_bytes: int, second_file: float, message: str, tmp_path: Path
+    library_bytes: int, t4_bytes: int, second_file: float, message: str, tmp_path: Path
 ):
     files = {"norm/a.cu": HALF, "gate/b.cu": second_file}
-    result = check_size(planted_build(tmp_path, library_bytes, files))
+    result = check_size(planted_build(tmp_path, library_bytes, files, t4_bytes))
     assert result.returncode == 1
     assert message in result.stdout and result.stdout.count("more than") == 1
+
+
+def test_code_is_weighed_by_gpu(tmp_path: Path):
+    library = tmp_path / "library.so"
+    first = fat_binary((2, 75, 200), (2, 90, 300), (1, 90, 5000), (2, 90, 400))
+    library.write_bytes(b"\x7fELF" + first + bytes(100) + fat_binary((2, 75, 80), (2, 120, 100)))
+    assert code_bytes(library) == {"7.5": 280, "9.0": 700, "12.0": 100}
+    library.write_bytes(first[:-8])
+    with pytest.raises(BuildError, match="not a fat binary as nvcc"):
+        code_bytes(library)
 
 
 def test_a_build_without_times_is_not_taken_for_a_fast_one(tmp_path: Path):

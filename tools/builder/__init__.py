@@ -7,6 +7,7 @@ archs       GPU architectures: of build.toml, of the release, of a library
 toolchain   compilers, Torch, Python headers, ninja
 compile     one compile command a source, and the ninja file
 timed       runs one of them, and notes its CPU time
+fatbin      what each GPU's machine code takes in a library
 costs       size and CPU time by file, and how much of either there may be
 package     the variant folder: Python files, library, metadata.json
 """

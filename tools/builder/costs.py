@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import BuildError
+from .fatbin import code_bytes
 
-MOST_BYTES = 40 * 10**6  # of the library: machine code for every architecture of build.toml, no PTX
+# Of the library: machine code for every architecture of build.toml, no PTX. A T4's, which came
+# later, is not in that, and may add 15%.
+MOST_BYTES = 40 * 10**6
+T4 = "7.5"
+MOST_T4_BYTES = MOST_BYTES * 15 // 100
 # Twenty minutes on two cores that do nothing else.
 MOST_SECONDS = 2 * 20 * 60
 SECONDS_SUFFIX = ".seconds"  # of the file beside an object that tools/builder/timed.py writes
@@ -25,9 +30,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Costs:
-    """A library and what it was made of."""
+    """A library, of which a part is code for a T4, and what it was made of."""
 
     library_bytes: int
+    t4_bytes: int
     files: tuple[Cost, ...]
 
     @property
@@ -43,24 +49,33 @@ class Costs:
         ]
         lines.append(
             f"{self.seconds:7.1f}  {self.library_bytes / 1e6:6.2f}  all files, and the library "
-            f"(at most {MOST_SECONDS} CPU s and {MOST_BYTES / 1e6:.0f} MB)"
+            f"(at most {MOST_SECONDS} CPU s)"
         )
+        for size, most, what in self._parts():
+            lines.append(f"{'':7}  {size / 1e6:6.2f}  {what} (at most {most / 1e6:.0f} MB)")
         return "\n".join(lines)
 
     def excess(self) -> list[str]:
         """What is more than it may be, one line each; empty when nothing is."""
-        found = []
-        if self.library_bytes > MOST_BYTES:
-            found.append(
-                f"the library has {self.library_bytes / 1e6:.1f} MB, "
-                f"more than {MOST_BYTES / 1e6:.0f}"
-            )
+        found = [
+            f"{what} has {size / 1e6:.1f} MB, more than {most / 1e6:.0f}"
+            for size, most, what in self._parts()
+            if size > most
+        ]
         if self.seconds > MOST_SECONDS:
             found.append(
                 f"compiling took {self.seconds / 60:.1f} CPU minutes, "
                 f"more than {MOST_SECONDS / 60:.0f}: 20 on two cores"
             )
         return found
+
+    def _parts(self) -> tuple[tuple[int, int, str], ...]:
+        """Parts of the library, each with what it may have."""
+        rest = self.library_bytes - self.t4_bytes
+        return (
+            (rest, MOST_BYTES, f"the library without code for {T4}"),
+            (self.t4_bytes, MOST_T4_BYTES, f"code for {T4}"),
+        )
 
 
 def read_costs(work: Path, library: Path) -> Costs:
@@ -81,4 +96,4 @@ def read_costs(work: Path, library: Path) -> Costs:
             if not needed.is_file():
                 raise BuildError(f"{needed} is missing: make build-cuda")
         files.append(Cost(source, path.stat().st_size, float(seconds.read_text())))
-    return Costs(library.stat().st_size, tuple(files))
+    return Costs(library.stat().st_size, code_bytes(library).get(T4, 0), tuple(files))
