@@ -62,7 +62,7 @@ def test_code_for_one_gpu_alone_goes_by_that_gpus_number():
     assert select_archs(others, ["9.0"]) == ["9.0+PTX"]
 
 
-RELEASED = ("8.0", "8.6", "8.9", "9.0+PTX", "10.0", "12.0+PTX")
+RELEASED = ("7.5", "8.0", "8.6", "8.9", "9.0+PTX", "10.0", "12.0+PTX")
 
 
 def test_every_gpu_section_states_its_architectures():
@@ -79,10 +79,11 @@ def test_every_gpu_section_states_its_architectures():
 
 def test_a_release_lists_these_architectures():
     config = load(REPO_DIR)
-    assert ";".join(release_archs(config, (13, 0))) == "8.0;8.6;8.9;9.0+PTX;9.0a;10.0;12.0+PTX"
-    assert ";".join(release_archs(config, (13, 2))) == "8.0;8.6;8.9;9.0+PTX;9.0a;10.0;12.0+PTX"
+    newest = "7.5;8.0;8.6;8.9;9.0+PTX;9.0a;10.0;12.0+PTX"
+    assert ";".join(release_archs(config, (13, 0))) == newest
+    assert ";".join(release_archs(config, (13, 2))) == newest
     # Whose GPUs of 10.0 and later take the PTX.
-    assert ";".join(release_archs(config, (12, 6))) == "8.0;8.6;8.9;9.0+PTX;9.0a"
+    assert ";".join(release_archs(config, (12, 6))) == "7.5;8.0;8.6;8.9;9.0+PTX;9.0a"
 
 
 def test_a_section_without_architectures_adds_all_of_the_builders(tmp_path: Path):
@@ -91,14 +92,15 @@ def test_a_section_without_architectures_adds_all_of_the_builders(tmp_path: Path
     head, tail = text.split("[kernel.cpu_in_cuda]")
     tail = re.sub(r"cuda-capabilities = .*\n", "", tail, count=1)
     (checkout / "build.toml").write_text(f"{head}[kernel.cpu_in_cuda]{tail}")
-    assert {"7.5", "11.0", "12.1"} < set(release_archs(load(checkout), (13, 0)))
+    assert {"8.7", "11.0", "12.1"} < set(release_archs(load(checkout), (13, 0)))
 
 
 def test_a_local_build_has_ptx_where_it_is_asked_for():
     sections = without_ptx(load(REPO_DIR)).for_backend("cuda")
     norm = next(section for section in sections if section.name == "kernel.norm_cuda")
-    assert norm.archs == ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+    assert norm.archs == ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
     assert gencode_flags(list(norm.archs))[1::2] == [
+        "arch=compute_75,code=[sm_75]",
         "arch=compute_80,code=[sm_80,sm_86,sm_89]",
         "arch=compute_90,code=[sm_90,sm_100,sm_120]",
     ]
@@ -106,7 +108,7 @@ def test_a_local_build_has_ptx_where_it_is_asked_for():
 
 def test_an_older_toolkit_compiles_what_it_knows():
     norm = next(s for s in load(REPO_DIR).sections if s.name == "kernel.norm_cuda")
-    assert select_archs(norm, None, (12, 6)) == ["8.0", "8.6", "8.9", "9.0+PTX"]
+    assert select_archs(norm, None, (12, 6)) == ["7.5", "8.0", "8.6", "8.9", "9.0+PTX"]
     with pytest.raises(BuildError, match=r"12\.0: not among .* with CUDA 12\.6"):
         select_archs(norm, ["12.0"], (12, 6))
 

@@ -180,7 +180,7 @@ def test_a_release_is_of_a_commit_and_for_every_gpu(release: Path):
     assert check_release(Variant(release)) == ["made of uncommitted sources, or of no commit"]
     folder = release.with_name("torch-stable-abi210-cu126-x86_64-linux")
     release.rename(folder)
-    archs = ["8.0", "8.6", "8.9", "9.0+PTX", "12.0"]
+    archs = ["7.5", "8.0", "8.6", "8.9", "9.0+PTX", "12.0"]
     edit_metadata(
         folder,
         backend={"type": "cuda", "archs": archs},
