@@ -546,7 +546,8 @@ def test_the_workspace_is_kept(fuselage, device, rows, reduction, frozen):
         after = torch.cuda.memory_allocated() - before
         peak = torch.cuda.max_memory_allocated() - before
         if is_measured:
-            assert peak <= workspace + gradients + (1 << 16)
+            # NOTE: PyTorch's allocator leaves up to 1 MiB too much in each large block.
+            assert peak <= workspace + gradients + (4 << 20)
             assert after <= gradients + (1 << 18)
         del loss, leaves
 
