@@ -192,6 +192,16 @@ def test_the_library_keeps_to_its_abis(variant: Path, tmp_path: Path):
     assert violations(library) == []
 
 
+def test_errors_write_no_numbers_to_streams(variant: Path):
+    """Whose locales crash where the library has a newer C++ library than Torch, linked statically.
+
+    Torch's headers do so where one of its functions fails (torch-ext/binding/torch_errors.h).
+    """
+    (library,) = variant.glob("*.so")
+    nm = subprocess.run(["nm", "-u", library], capture_output=True, text=True, check=True)
+    assert "_ZNSo9_M_insertIl" not in nm.stdout
+
+
 def test_the_abi_check_can_fail(tmp_path: Path):
     if tuple(map(int, platform.libc_ver()[1].split("."))) < (2, 32):
         pytest.skip("this glibc has no symbol that manylinux_2_28 lacks")

@@ -1,6 +1,8 @@
 // Checks of arguments, and their messages. Tensors stop in the bindings; below are raw pointers.
 #pragma once
 
+#include "torch_errors.h"
+// The stable headers of Torch after it.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

@@ -1,6 +1,8 @@
 // How a kernel is started: on the threads of the CPU, or on the current stream of a GPU.
 #pragma once
 
+#include "torch_errors.h"
+// The stable headers of Torch after it.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
