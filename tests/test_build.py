@@ -195,7 +195,7 @@ def test_the_library_keeps_to_its_abis(variant: Path, tmp_path: Path):
 def test_errors_write_no_numbers_to_streams(variant: Path):
     """Whose locales crash where the library has a newer C++ library than Torch, linked statically.
 
-    Torch's headers do so where one of its functions fails (torch-ext/binding/torch_errors.h).
+    Torch's headers do so where one of its functions fails (torch-ext/binding/torch_stable.h).
     """
     (library,) = variant.glob("*.so")
     nm = subprocess.run(["nm", "-u", library], capture_output=True, text=True, check=True)

@@ -1,12 +1,6 @@
 // Checks of arguments, and their messages. Tensors stop in the bindings; below are raw pointers.
 #pragma once
 
-#include "torch_errors.h"
-// The stable headers of Torch after it.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cmath>
 #include <cstdio>
 #include <optional>
@@ -15,6 +9,7 @@
 #include <type_traits>
 
 #include "common/dtype.h"
+#include "torch_stable.h"
 
 #if defined(CUDA_KERNEL) || defined(ROCM_KERNEL)
 #define FUSELAGE_GPU 1

@@ -1,10 +1,6 @@
 // How a kernel is started: on the threads of the CPU, or on the current stream of a GPU.
 #pragma once
 
-#include "torch_errors.h"
-// The stable headers of Torch after it.
-#include <torch/csrc/stable/accelerator.h>
-
 #include <algorithm>
 
 #include "outputs.h"
@@ -13,11 +9,6 @@
 // Torch's own declaration is only seen when its CUDA headers are.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
                                                              void** ret_stream);
-#endif
-
-// The stable headers of Torch 2.10 to 2.12 have it under another name.
-#if !defined(STABLE_TORCH_ERROR_CODE_CHECK)
-#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
 #endif
 
 namespace fuselage::binding {

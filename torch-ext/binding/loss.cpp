@@ -422,7 +422,7 @@ void multiply_(const Tensor& x, const Tensor& factor) {
   Multiply p{};
   p.dtype = check_dtype(op, "x", x);
   FUSELAGE_CHECK(op, x.is_contiguous(), "`x` must be contiguous, as it is written in place");
-  check_same_device(op, "factor", factor, x, "x");
+  check_same_device(op, "factor", factor, x);
   FUSELAGE_CHECK(op, is_float32(factor) && factor.numel() == 1, "`factor` must be one float32");
   if (x.numel() == 0 || is_meta(x)) return;
   p.x = x.mutable_data_ptr();

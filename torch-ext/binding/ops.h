@@ -1,11 +1,9 @@
 // How a family registers its ops: schema and kernel stand together, beside the kernel.
 #pragma once
 
-#include "torch_errors.h"
-// The stable headers of Torch after it.
-#include <torch/csrc/stable/library.h>
-
 #include <string>
+
+#include "torch_stable.h"
 
 namespace fuselage::binding {
 
