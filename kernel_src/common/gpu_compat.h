@@ -115,17 +115,6 @@ __device__ __forceinline__ uint32_t shuffle_up(uint32_t value, int width) {
 #endif
 }
 
-// The larger of two values; NaN where one is.
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-#else
-  return a > b || a != a ? a : b;
-#endif
-}
-
 // Whether `value` is true in any of the lanes that run together.
 __device__ __forceinline__ bool warp_any(bool value) {
 #if defined(USE_ROCM)

@@ -2,8 +2,8 @@
 // named by their 32-bit addresses in shared memory (shared_address).
 //
 // Where the GPU lacks an instruction its function does nothing, but for cp_async, which copies at
-// once. A kernel that depends on more than that is compiled to nothing there: kCompilesClusters,
-// kCompilesAsyncCopy, kCompilesMma.
+// once, and max_or_nan, which compares. A kernel that depends on more than that is compiled to
+// nothing there: kCompilesClusters, kCompilesAsyncCopy, kCompilesMma.
 #pragma once
 
 #include <cstdint>
@@ -58,6 +58,17 @@ constexpr int kThreadsOfSm = 1536;
 // threads.
 constexpr int bounded_blocks(int threads, int wanted) {
   return threads * wanted <= kThreadsOfSm ? wanted : kThreadsOfSm / threads;
+}
+
+// The larger of two values; NaN where one is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+#if defined(FUSELAGE_SM80)
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return a > b || a != a ? a : b;
+#endif
 }
 
 // An address as instructions on shared memory take it.

@@ -14,7 +14,7 @@ __device__ __forceinline__ uint32_t lowest_of_warp(uint32_t value) {
   return __reduce_min_sync(kAllLanes, value);
 #else
   for (int mask = kWarpSize / 2; mask > 0; mask /= 2)
-    value = min(value, __shfl_xor_sync(kAllLanes, value, mask));
+    value = min(value, shuffle_xor(value, mask, kWarpSize));
   return value;
 #endif
 }
