@@ -27,10 +27,8 @@ ROUNDS = 2
 # RMS difference of gradients, relative: bfloat16 has 8 bits, and what is rounded twice loses more.
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 # Also with a weight that needs no gradient, as of a head beside adapters.
-FROZEN, FROZEN_TOO = (
-    ", frozen weight",
-    ("linear_cross_entropy", "PyTorch", "torch.compile", "Liger"),
-)
+FROZEN = ", frozen weight"
+FROZEN_TOO = ("linear_cross_entropy", "PyTorch", "torch.compile", "Liger")
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
