@@ -11,7 +11,12 @@ import torch.distributed as dist
 
 
 def run_on_ranks(quick: bool, body: Callable[[str, int, int], None]) -> int:
-    """`body(device, rank, ranks)` on every rank; the exit status."""
+    """`body(device, rank, ranks)` on every rank; the exit status, where it returns.
+
+    The process ends here, without the interpreter's finalization: DTensor's caches keep the group
+    and Gloo's threads alive after `destroy_process_group`, and a thread that drops a tensor then
+    waits for the interpreter's lock until it is aborted (Torch 2.13).
+    """
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     on_gpus = torch.cuda.device_count() >= ranks
     if not on_gpus and not quick:
@@ -23,4 +28,6 @@ def run_on_ranks(quick: bool, body: Callable[[str, int, int], None]) -> int:
     body("cuda" if on_gpus else "cpu", rank, ranks)
     dist.barrier()  # a rank that leaves first takes its connections with it
     dist.destroy_process_group()
-    return 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
