@@ -33,9 +33,11 @@ NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # kernel_src/
 ROWS, DIMS = 9, (5, 64, 131)
 EPS = 1e-5
 
-pytestmark = pytest.mark.skipif(
-    not (COMPILER and EMULATOR), reason="no aarch64 compiler and emulator"
-)
+# Slow: half a minute of compiling before the first.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (COMPILER and EMULATOR), reason="no aarch64 compiler and emulator"),
+]
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +88,6 @@ def run(probe: Path, name: str, shape, given: list, results: dict) -> dict[str, 
 @pytest.mark.parametrize(
     "op", (FUSED_ADD_RMS_NORM, LAYER_NORM, SWIGLU, POLY_NORM), ids=lambda op: op.name
 )
-@pytest.mark.slow
 def test_values_and_gradients(probe, op, dtype, dim):
     inputs = op.inputs((ROWS, dim), dtype, "cpu")
     options = {} if op is SWIGLU else {"eps": EPS}
