@@ -65,13 +65,14 @@ def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def counted_ops(fuselage) -> Iterator[Counter]:
-    """Counts the calls of fuselage's own ops, by name."""
+def counted_ops(fuselage, also: tuple[str, ...] = ()) -> Iterator[Counter]:
+    """Counts the calls of fuselage's own ops, by name, and of those of PyTorch that `also` has."""
     counts: Counter = Counter()
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             counts.update(_name_of(func, fuselage))
+            counts.update({func.overloadpacket.__name__} & {*also})
             return func(*args, **(kwargs or {}))
 
     with Mode():

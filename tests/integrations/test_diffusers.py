@@ -391,8 +391,8 @@ def test_an_adaptive_norm(integration, fuselage, device, index):
         assert_close(ours.detach(), theirs.detach(), str(i), tol=1e-5)
 
 
-def test_scale_and_shift_the_other_way_round_are_left_alone(integration):
-    """Classes of the same name and attributes, which mean something else."""
+def each_other_ada_norm():
+    """Classes of names that are known, which mean something else, and whether they are taken."""
     from diffusers.models import normalization as n
 
     class Swapped(n.AdaLayerNormZeroSingle):
@@ -400,32 +400,30 @@ def test_scale_and_shift_the_other_way_round_are_left_alone(integration):
             scale, shift, gate = self.linear(self.silu(emb)).chunk(3, dim=1)
             return self.norm(x) * (1 + scale[:, None]) + shift[:, None], gate
 
-    class Unshifted(n.AdaLayerNormContinuous):
+    class WithoutOne(n.AdaLayerNormContinuous):
         def forward(self, x, conditioning_embedding):
             scale, shift = self.linear(self.silu(conditioning_embedding)).chunk(2, dim=1)
             return self.norm(x) * scale[:, None] + shift[:, None]
 
-    Swapped.__name__, Unshifted.__name__ = "AdaLayerNormZeroSingle", "AdaLayerNormContinuous"
-    for module in (Swapped(32), Unshifted(32, 32, False)):
-        report = integration.patch(module)
-        assert "computes something else" in report.left_alone[""]
-        assert report.replaced == {"norm": "layer_norm"}
+    yield Swapped(32), True
+    yield WithoutOne(32, 32, False), False
+    yield n.AdaLayerNormContinuous(32, 32, elementwise_affine=True), True
 
 
-def test_a_norm_with_parameters_keeps_its_adaptive_norm(integration):
-    from diffusers.models.normalization import AdaLayerNormContinuous
-
-    report = integration.patch(AdaLayerNormContinuous(32, 32, elementwise_affine=True))
-    assert "parameters of its own" in report.left_alone[""]
-    assert report.replaced == {"norm": "layer_norm"}
-
-
-def test_an_adaptive_norm_over_another_dimension_is_left_alone(integration):
-    from diffusers.models.normalization import AdaLayerNorm
-
-    report = integration.patch(AdaLayerNorm(32, chunk_dim=0))
-    assert "another dimension" in report.left_alone[""]
-    assert report.replaced == {"norm": "layer_norm"}
+@pytest.mark.parametrize("index", range(3))
+def test_another_adaptive_norm(integration, fuselage, device, index):
+    module, taken = list(each_other_ada_norm())[index]
+    randomise(module)
+    module.to(device)
+    args = (torch.randn(2, 5, 32, device=device), torch.randn(2, 32, device=device))
+    expected = module(*args)
+    report = integration.patch(module)
+    assert report.replaced.get("") == ("ada_layer_norm" if taken else None)
+    with counted_ops(fuselage) as counts:
+        actual = module(*args)
+    assert counts == ({"ada_norm": 1} if taken else {"layer_norm": 1})
+    for ours, theirs in zip(*((v if isinstance(v, tuple) else (v,)) for v in (actual, expected))):
+        assert_close(ours.detach(), theirs.detach(), tol=1e-5)
 
 
 @pytest.mark.parametrize("elementwise_affine", [True, False])

@@ -44,7 +44,7 @@ MODELS = {
     "Phi3": {LLAMA: 5, "silu_and_mul": 2, "apply_rotary": 2, **LAYERS},
     "Gemma": {GEMMA: 5, "geglu (gelu_tanh)": 2, "apply_rotary": 2, **LAYERS},
     "Gemma3": {GEMMA: 13, "geglu (gelu_tanh)": 2, "apply_rotary": 2, **LAYERS},
-    "GptOss": {ONCE: 5, "swiglu_clamped": 2, "apply_rotary": 2},
+    "GptOss": {ONCE: 5, "swiglu_clamped": 2, "apply_rotary": 2, **LAYERS},
 }
 # The plain model cannot be trained compiled: gradients of experts have sizes that depend on data.
 NOT_TRAINED_COMPILED = {"GptOss"}
@@ -95,8 +95,8 @@ def test_logits_loss_and_gradients(integration, fuselage, device, name):
     with counted_ops(fuselage) as counts:
         actual = loss(model, ids)
     assert sum(counts.values()) >= calls_of(name), (counts, str(report))
-    assert counts["apply_rotary"] == MODELS[name]["apply_rotary"]
-    assert counts["fused_add_rms_norm"] == MODELS[name].get("fused_add_rms_norm", 0)
+    for what in ("apply_rotary", "fused_add_rms_norm"):
+        assert counts[what] == MODELS[name].get(what, 0)
     expected = loss(plain, ids)
     assert_close(logits(model, ids).detach(), logits(plain, ids).detach(), "logits")
     assert_close(actual.detach(), expected.detach(), "loss")
@@ -500,7 +500,7 @@ def test_a_layer_keeps_from_its_attention_what_the_plain_one_keeps(integration, 
             assert ours.keys() == theirs.keys() and all(ours[k] is theirs[k] for k in ours)
 
 
-def test_a_layer_that_asks_for_the_class_of_its_mlp_is_left_alone(integration):
+def test_a_layer_that_asks_for_the_class_of_its_mlp(integration, fuselage):
     """As Ernie-4.5-VL, which gives experts a second tensor."""
     modeling = transformers.models.llama.modeling_llama
 
@@ -522,11 +522,21 @@ def test_a_layer_that_asks_for_the_class_of_its_mlp_is_left_alone(integration):
                 hidden_states = self.mlp(hidden_states)
             return residual + hidden_states
 
+    class Attention(nn.Module):
+        def forward(self, hidden_states, **kwargs):
+            return torch.tanh(hidden_states), None
+
     config = transformers.LlamaConfig(hidden_size=64, intermediate_size=64, num_attention_heads=4)
     dense, sparse = Layer(config, 0), Layer(config, 0)
     sparse.mlp = Experts(config)
-    assert integration.patch(dense).replaced[""] == "fused_add_rms_norm"
-    assert "does not add" in integration.patch(sparse).left_alone[""]
+    for layer, options in ((dense, {}), (sparse, {"types": torch.rand(64)})):
+        layer.self_attn = Attention()
+        x = torch.randn(2, 3, 64)
+        expected = layer(x, **options)
+        assert integration.patch(layer).replaced[""] == "fused_add_rms_norm"
+        with counted_ops(fuselage) as counts:
+            assert_close(layer(x, **options).detach(), expected.detach())
+        assert counts["fused_add_rms_norm"] == 1
 
 
 # Hooks that replace the forward, as accelerate's
@@ -803,14 +813,24 @@ def test_a_dropout_without_a_module_is_seen(integration, training):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_layer_that_drops_out_is_left_alone(integration, training):
+def test_a_layer_drops_out_what_the_plain_one_does(integration, fuselage, training):
     Idefics = transformers.models.idefics
     config = Idefics.IdeficsConfig(
-        hidden_size=32, intermediate_size=64, num_attention_heads=2, dropout=0.1
+        hidden_size=32, intermediate_size=64, num_attention_heads=2, dropout=0.3
     )
     layer = Idefics.modeling_idefics.IdeficsDecoderLayer(config).train(training)
-    report = integration.patch(layer)
-    assert "" not in report.replaced and "does not add" in report.left_alone[""]
+    x = torch.randn(2, 3, 32)
+
+    def run() -> torch.Tensor:
+        torch.manual_seed(5)
+        out = layer(x, position_ids=torch.arange(3)[None])
+        return out[0] if isinstance(out, tuple) else out
+
+    expected = run()
+    assert integration.patch(layer).replaced[""] == "fused_add_rms_norm"
+    with counted_ops(fuselage) as counts:
+        assert_close(run().detach(), expected.detach())
+    assert counts["fused_add_rms_norm"] == 1
 
 
 @pytest.mark.parametrize("limit", [7, 10, 16, 40])

@@ -152,6 +152,118 @@ def transformer2d(d):
     return model, {"hidden_states": _images(32), "encoder_hidden_states": _text()}
 
 
+STREAMS = {"num_layers": 1, "num_single_layers": 1, **HEADS, "joint_attention_dim": 32}
+ROPE = {"axes_dims_rope": (4, 2, 2)}
+
+
+def _tokens(columns: int) -> dict:
+    """Images as rows of tokens, and text."""
+    text = {"encoder_hidden_states": _text(), "txt_ids": torch.zeros(5, 3)}
+    positions = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0))
+    return {"hidden_states": torch.randn(2, 16, columns), **text, "img_ids": positions}
+
+
+def flux2(d):
+    axes = {"axes_dims_rope": (2, 2, 2, 2), "timestep_guidance_channels": 16}
+    model = d.Flux2Transformer2DModel(in_channels=4, **STREAMS, **axes)
+    inputs = _tokens(4)
+    for name in ("img_ids", "txt_ids"):
+        inputs[name] = torch.cat([inputs[name], torch.zeros(len(inputs[name]), 1)], dim=1)
+    return model, {**inputs, **TIME, "guidance": torch.tensor([3.5, 3.5])}
+
+
+def chroma(d):
+    approximator = {"approximator_num_channels": 8, "approximator_hidden_dim": 32}
+    model = d.ChromaTransformer2DModel(
+        in_channels=4, **STREAMS, **ROPE, **approximator, approximator_layers=1
+    )
+    return model, {**_tokens(4), **TIME}
+
+
+def qwen_image(d):
+    model = d.QwenImageTransformer2DModel(
+        in_channels=16, out_channels=4, num_layers=2, **HEADS, joint_attention_dim=32, **ROPE
+    )
+    inputs = {"hidden_states": torch.randn(2, 16, 16), "encoder_hidden_states": _text(), **TIME}
+    mask = {"encoder_hidden_states_mask": torch.ones(2, 5).bool()}
+    return model, {**inputs, **mask, "img_shapes": [(1, 4, 4)] * 2}
+
+
+def hunyuan_video(d):
+    model = d.HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        **HEADS,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        text_embed_dim=32,
+        pooled_projection_dim=16,
+        rope_axes_dim=(4, 2, 2),
+    )
+    inputs = {"hidden_states": torch.randn(2, 4, 2, 8, 8), "encoder_hidden_states": _text()}
+    more = {"pooled_projections": torch.randn(2, 16), "guidance": torch.tensor([6.0, 6.0])}
+    return model, {**inputs, **TIME, **more, "encoder_attention_mask": torch.ones(2, 5)}
+
+
+def cogview4(d):
+    model = d.CogView4Transformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        **HEADS,
+        text_embed_dim=32,
+        time_embed_dim=16,
+        condition_dim=8,
+        sample_size=8,
+        rope_axes_dim=(8, 8),
+    )
+    sizes = dict.fromkeys(("original_size", "target_size", "crop_coords"), torch.ones(2, 2))
+    return model, {"hidden_states": _images(), "encoder_hidden_states": _text(), **TIME, **sizes}
+
+
+def cosmos(d):
+    model = d.CosmosTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=2,
+        text_embed_dim=32,
+        adaln_lora_dim=4,
+        max_size=(4, 32, 32),
+        concat_padding_mask=False,
+        extra_pos_embed_type=None,
+    )
+    inputs = {"hidden_states": torch.randn(2, 4, 2, 8, 8), "encoder_hidden_states": _text()}
+    return model, {**inputs, "timestep": torch.tensor([5.0, 2.0])}
+
+
+def prx(d):
+    model = d.PRXTransformer2DModel(
+        in_channels=4, context_in_dim=32, hidden_size=32, num_heads=4, depth=2, axes_dim=[4, 4]
+    )
+    inputs = {"hidden_states": _images(), "encoder_hidden_states": _text()}
+    return model, {**inputs, "timestep": torch.tensor([0.5, 0.2])}
+
+
+def kandinsky(d):
+    model = d.Kandinsky5Transformer3DModel(
+        in_text_dim=32,
+        in_text_dim2=16,
+        time_dim=16,
+        model_dim=32,
+        ff_dim=64,
+        num_text_blocks=1,
+        num_visual_blocks=1,
+        axes_dims=(4, 2, 2),
+    )
+    inputs = {"hidden_states": torch.randn(2, 2, 8, 8, 4), "encoder_hidden_states": _text(), **TIME}
+    positions = {"visual_rope_pos": [torch.arange(n) for n in (2, 4, 4)]}
+    more = {"pooled_projections": torch.randn(2, 16), "text_rope_pos": torch.arange(5)}
+    return model, {**inputs, **positions, **more}
+
+
 MODELS = (
     unet,
     conditional_unet,
@@ -164,6 +276,14 @@ MODELS = (
     mochi,
     lumina,
     transformer2d,
+    flux2,
+    chroma,
+    qwen_image,
+    hunyuan_video,
+    cogview4,
+    cosmos,
+    prx,
+    kandinsky,
 )
 
 

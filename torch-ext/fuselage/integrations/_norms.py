@@ -9,7 +9,7 @@ from typing import Callable, Optional
 
 import torch
 
-from ..ada_norm import layer_norm
+from ..ada_norm import fused_add_layer_norm, layer_norm
 from ..norm import fused_add_rms_norm, rms_norm
 from . import _probe
 from ._patch import Found, Match, marked
@@ -68,15 +68,14 @@ def _sizes(module: torch.nn.Module) -> object:
 
 
 def _match(module: torch.nn.Module) -> Found:
-    eps = next(name for name in _EPS if name in vars(module))
     own = _own(module)
     weight, bias = own.get("weight"), own.get("bias")
     dim = _dim(module, bias if weight is None else weight)
     forward, attributes = type(module).forward, _attributes(module)
-    key = (type(module), forward, attributes, dim, weight is None, bias is None, eps)
+    key = (type(module), forward, attributes, dim, weight is None, bias is None)
     if attributes is not None and key in _found:
         return _found[key]
-    found = _probe_styles(module, eps, dim, weight is not None, bias is not None)
+    found = _probe_styles(module, dim, weight is not None, bias is not None)
     if attributes is not None:
         _found[key] = found
     return found
@@ -106,7 +105,7 @@ def _dim(module: torch.nn.Module, weight: Optional[torch.Tensor]) -> int:
     return 96
 
 
-def _probe_styles(module, eps: str, dim: int, has_weight: bool, has_bias: bool) -> Found:
+def _probe_styles(module, dim: int, has_weight: bool, has_bias: bool) -> Found:
     cases = []
     for how, plain, x in _cases(module, dim, has_weight, has_bias):
         expected = _probe.call(type(module).forward, plain, x.clone())
@@ -114,7 +113,7 @@ def _probe_styles(module, eps: str, dim: int, has_weight: bool, has_bias: bool) 
             cases.append((plain, x, expected))
         elif how is not None:
             return _probe.cannot(expected, how)
-    for function in _candidates(eps, _parameter_name(type(module)), has_weight, has_bias):
+    for function in _candidates(_parameter_name(type(module)), has_weight, has_bias):
         if all(_probe.agree(_probe.call(function, p, x.clone()), y) for p, x, y in cases):
             if not _same_slopes(function, type(module).forward, *cases[0][:2]):
                 return "it has other gradients than the norms that fuselage has"
@@ -132,14 +131,14 @@ def _parameter_name(kind: type) -> str:
     return list(kind.forward.__code__.co_varnames)[1] if hasattr(kind.forward, "__code__") else "x"
 
 
-def _candidates(eps: str, name: str, has_weight: bool, has_bias: bool) -> list[Callable]:
+def _candidates(name: str, has_weight: bool, has_bias: bool) -> list[Callable]:
     candidates = []
     if not has_bias:
         for rounding in _ROUNDINGS if has_weight else ("once", "not at all"):
-            candidates.append(_rms_forward(eps, name, 0.0, rounding))
+            candidates.append(_rms_forward(name, 0.0, rounding))
             if has_weight:
-                candidates.append(_rms_forward(eps, name, 1.0, rounding))
-    return [*candidates, _layer_forward(eps, name)]
+                candidates.append(_rms_forward(name, 1.0, rounding))
+    return [*candidates, _layer_forward(name)]
 
 
 def _cases(module, dim: int, has_weight: bool, has_bias: bool) -> Iterator[tuple]:
@@ -191,8 +190,15 @@ def _taken(x: torch.Tensor, weight: Optional[torch.Tensor]) -> bool:
     return fits and _probe.taken(x)
 
 
+def eps_of(norm: torch.nn.Module) -> float:
+    """Under any of its names."""
+    eps = next(getattr(norm, name) for name in _EPS if name in vars(norm))
+    # None as PyTorch takes it, which computes in float32 whatever the dtype.
+    return torch.finfo(torch.float32).eps if eps is None else eps
+
+
 @cache
-def _rms_forward(eps: str, name: str, offset: float, rounding: str) -> Callable:
+def _rms_forward(name: str, offset: float, rounding: str) -> Callable:
     """The forward of an RMS norm; with a residual, `(out, residual + x)` in one pass."""
 
     def forward(self, x: torch.Tensor, residual: Optional[torch.Tensor] = None):
@@ -207,10 +213,7 @@ def _rms_forward(eps: str, name: str, offset: float, rounding: str) -> Callable:
                 return type(self).forward(self, x)
             total = residual + x
             return type(self).forward(self, total), total
-        epsilon = getattr(self, eps)
-        if epsilon is None:
-            # As PyTorch takes it, which computes in float32 whatever the dtype.
-            epsilon = torch.finfo(torch.float32).eps
+        epsilon = eps_of(self)
         cast, out_dtype = False, None
         if rounding == "not at all":
             out_dtype = torch.float32
@@ -228,11 +231,19 @@ def _rms_forward(eps: str, name: str, offset: float, rounding: str) -> Callable:
 
 
 @cache
-def _layer_forward(eps: str, name: str) -> Callable:
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+def _layer_forward(name: str) -> Callable:
+    """The forward of a layer norm; with a residual, as that of an RMS norm."""
+
+    def forward(self, x: torch.Tensor, residual: Optional[torch.Tensor] = None):
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
-        if not _taken(x, weight) or _probe.autocasts(x):  # as F.rms_norm
+        plain = not _taken(x, weight) or _probe.autocasts(x)  # as F.rms_norm
+        if residual is not None and (plain or residual.dtype != x.dtype):
+            total = residual + x
+            return forward(self, total), total
+        if plain:
             return type(self).forward(self, x)
-        return layer_norm(x, weight, bias, getattr(self, eps))
+        if residual is None:
+            return layer_norm(x, weight, bias, eps_of(self))
+        return fused_add_layer_norm(x, residual, weight, bias, eps_of(self))
 
     return marked("layer_norm", _named(forward, name))

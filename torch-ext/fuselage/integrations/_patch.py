@@ -8,7 +8,7 @@ model. What to replace, and by what, is for the recognisers to say.
 from __future__ import annotations
 
 import types
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Callable, Optional, Union
 
@@ -147,11 +147,6 @@ def unpatch_modules(model: torch.nn.Module) -> int:
             if name not in ("forward", "_old_forward"):
                 count += _restore(module, module, name) if replacement(value) else 0
     return count
-
-
-def known_name(module: torch.nn.Module, names: Container[str]) -> Optional[str]:
-    """The name of the module's class, or that of one it inherits from, as FSDP2's classes do."""
-    return next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in names), None)
 
 
 def install(module: torch.nn.Module, match: Match) -> Optional[str]:

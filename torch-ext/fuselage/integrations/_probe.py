@@ -227,10 +227,3 @@ class Stub(torch.nn.Module):
 def quiet_ones(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The module itself, for inference and for training, without hooks."""
     return [_quiet(module, training) for training in (False, True)]
-
-
-def disguised(child: torch.nn.Module, function: Callable) -> torch.nn.Module:
-    """A stub that passes for `child` where a forward asks for its class or its attributes."""
-    copy = _bare(child)
-    vars(copy).update(forward=function, _compiled_call_impl=_Direct(function))
-    return copy

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ._ada import recognise_ada_norm
-from ._blocks import recognise_decoder_layer, recognise_diffusion_block
+from ._fusion import recognise_fusion
 from ._gates import (
     recognise_activation,
     recognise_experts_gate,
@@ -31,13 +30,12 @@ PARTS = (
     recognise_gated_mlp,
     recognise_experts_gate,
     recognise_projected_gate,
-    recognise_ada_norm,
     recognise_norm,
     recognise_activation,
     recognise_rotary_attention,
     recognise_rotary_processor,
 )
-BLOCKS = (recognise_diffusion_block, recognise_decoder_layer)
+BLOCKS = (recognise_fusion,)
 
 
 def patch(pipe: object) -> Report:

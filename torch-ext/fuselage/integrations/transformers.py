@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from .. import layers
 from ._attention import recognise_causal_model
-from ._blocks import recognise_decoder_layer
+from ._fusion import recognise_fusion
 from ._gates import recognise_activation, recognise_experts_gate, recognise_gated_mlp
 from ._loss import recognise_causal_loss
 from ._norms import recognise_norm
@@ -167,7 +167,7 @@ PARTS = (
     recognise_activation,
     recognise_rotary_attention,
 )
-BLOCKS = (recognise_decoder_layer, recognise_causal_model)
+BLOCKS = (recognise_fusion, recognise_causal_model)
 
 
 def patch(model: torch.nn.Module, *, loss: bool = False) -> Report:
