@@ -351,6 +351,12 @@ class ModulatedInABranch(Block):
         return n * (1 + scale) + shift, y
 
 
+class CastToAnother(Block):
+    def forward(self, x, y, scale, shift, gate):
+        y = y.double()
+        return (self.free(x.float()) * (1 + scale) + shift).type_as(y)
+
+
 class Conditional(Block):
     """What may not be evaluated stays where it is."""
 
@@ -391,6 +397,7 @@ PARTLY = {
     ScaleChangesAfterTheBranch: {"ada_norm": 1, "addcmul": 2},
     NormIsReadAfterTheBranch: {"layer_norm": 1},
     ModulatedInABranch: {"layer_norm": 1},
+    CastToAnother: {"layer_norm": 1},
     Conditional: {},
     Another: {"layer_norm": 3},
     WithALambda: {"layer_norm": 1},

@@ -22,6 +22,7 @@ from integrations.models import (
     counted_ops,
     half_of,
     logits,
+    randomise,
     tokens,
 )
 from kernels import KernelizeFallback, LayerRepository, Mode, kernelize, use_kernel_mapping
@@ -38,12 +39,12 @@ ONCE = "rms_norm (weight, rounded once)"
 LAYERS = {"fused_add_rms_norm": 2}
 MODELS = {
     "Llama": {LLAMA: 5, "swiglu": 2, "apply_rotary": 2, **LAYERS},
-    "Qwen3": {LLAMA: 9, "swiglu": 2, "apply_rotary": 2, **LAYERS},
+    "Qwen3": {LLAMA: 9, "swiglu": 2, "qk_norm_rotary": 2, **LAYERS},
     "Mistral": {LLAMA: 5, "swiglu": 2, "apply_rotary": 2, **LAYERS},
     "Phi": {"layer_norm": 3, "gelu_tanh": 2, "apply_rotary": 2},
     "Phi3": {LLAMA: 5, "silu_and_mul": 2, "apply_rotary": 2, **LAYERS},
     "Gemma": {GEMMA: 5, "geglu (gelu_tanh)": 2, "apply_rotary": 2, **LAYERS},
-    "Gemma3": {GEMMA: 13, "geglu (gelu_tanh)": 2, "apply_rotary": 2, **LAYERS},
+    "Gemma3": {GEMMA: 13, "geglu (gelu_tanh)": 2, "qk_norm_rotary": 2, **LAYERS},
     "GptOss": {ONCE: 5, "swiglu_clamped": 2, "apply_rotary": 2, **LAYERS},
 }
 # The plain model cannot be trained compiled: gradients of experts have sizes that depend on data.
@@ -64,7 +65,8 @@ def values_of(report) -> dict[str, int]:
 
 def calls_of(name: str) -> int:
     """The fewest calls of our operators in one forward."""
-    return sum(n for what, n in MODELS[name].items() if what not in LAYERS)
+    calls = sum(n for what, n in MODELS[name].items() if what not in LAYERS)
+    return calls - 2 * MODELS[name].get("qk_norm_rotary", 0)  # which calls neither of its norms
 
 
 def norms_in(counts) -> int:
@@ -95,7 +97,7 @@ def test_logits_loss_and_gradients(integration, fuselage, device, name):
     with counted_ops(fuselage) as counts:
         actual = loss(model, ids)
     assert sum(counts.values()) >= calls_of(name), (counts, str(report))
-    for what in ("apply_rotary", "fused_add_rms_norm"):
+    for what in ("apply_rotary", "qk_norm_rotary", "fused_add_rms_norm"):
         assert counts[what] == MODELS[name].get(what, 0)
     expected = loss(plain, ids)
     assert_close(logits(model, ids).detach(), logits(plain, ids).detach(), "logits")
@@ -464,6 +466,135 @@ def forward(self, x, cos, sin):
     angles = torch.randn(2, 5, 8, device=device).repeat(1, 1, 2)
     x, cos, sin = torch.randn(2, 5, 64, device=device), angles.cos(), angles.sin()
     _rotates_as_before(integration, attention.to(device), lambda m: m(x, cos, sin))
+
+
+# Norms of queries and keys before the rotary embedding
+
+apply_rotary_pos_emb = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
+
+
+class NormedAttention(nn.Module):
+    """As in Qwen3."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_norm, self.k_norm = nn.RMSNorm(16, eps=1e-6), nn.RMSNorm(16, eps=1e-6)
+        self.q_proj, self.k_proj = nn.Linear(64, 64), nn.Linear(64, 32)
+        randomise(self)
+
+    def forward(self, x, cos, sin):
+        q = self.q_norm(self.q_proj(x).view(2, 5, 4, 16)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(2, 5, 2, 16)).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return q.sum(1), k.sum(1)
+
+
+class NormedAfterTheTranspose(NormedAttention):
+    """As in Gemma 3."""
+
+    def forward(self, x, cos, sin):
+        q = self.q_proj(x).view(2, 5, 4, 16).transpose(1, 2)
+        k = self.k_proj(x).view(2, 5, 2, 16).transpose(1, 2)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)
+        return q.sum(1), k.sum(1)
+
+
+class QueryIsReadAgain(NormedAttention):
+    def forward(self, x, cos, sin):
+        q = self.q_norm(self.q_proj(x).view(2, 5, 4, 16)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(2, 5, 2, 16)).transpose(1, 2)
+        more = q * 2
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return q.sum(1) + more.sum(1), k.sum(1)
+
+
+class KeysAreNotNormed(NormedAttention):
+    def forward(self, x, cos, sin):
+        q = self.q_norm(self.q_proj(x).view(2, 5, 4, 16)).transpose(1, 2)
+        k = self.k_proj(x).view(2, 5, 2, 16).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return q.sum(1), k.sum(1)
+
+
+class NormedOverAll(NormedAttention):
+    """As in OLMo 2: not each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_norm, self.k_norm = nn.RMSNorm(64, eps=1e-6), nn.RMSNorm(32, eps=1e-6)
+
+    def forward(self, x, cos, sin):
+        q = self.q_norm(self.q_proj(x)).view(2, 5, 4, 16).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x)).view(2, 5, 2, 16).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return q.sum(1), k.sum(1)
+
+
+def _run_attention(attention, device, dtype=torch.float32) -> list[torch.Tensor]:
+    """Results, and the gradients of parameters and input."""
+    torch.manual_seed(3)
+    angles = torch.randn(2, 5, 8, device=device).repeat(1, 1, 2)
+    x = torch.randn(2, 5, 64, device=device, dtype=dtype, requires_grad=True)
+    out = attention(x, angles.cos().to(dtype), angles.sin().to(dtype))
+    loss = sum((t.float() * torch.linspace(0, 1, 16, device=device)).sum() for t in out)
+    grads = torch.autograd.grad(loss, [x, *attention.parameters()], allow_unused=True)
+    return [t.detach() for t in (*out, *grads) if t is not None]
+
+
+NORMED = {
+    NormedAttention: {"qk_norm_rotary": 1},
+    NormedAfterTheTranspose: {"qk_norm_rotary": 1},
+    QueryIsReadAgain: {"rms_norm": 2, "apply_rotary": 1},
+    KeysAreNotNormed: {"rms_norm": 1, "apply_rotary": 1},
+    NormedOverAll: {"rms_norm": 2, "apply_rotary": 1},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", NORMED, ids=lambda kind: kind.__name__)
+def test_norm_and_rotary_embedding(integration, fuselage, device, kind, dtype):
+    attention = kind().to(device, dtype)
+    expected = _run_attention(attention, device, dtype)
+    report = integration.patch(attention)
+    assert integration.patch(attention).replaced == report.replaced
+    with counted_ops(fuselage) as counts:
+        actual = _run_attention(attention, device, dtype)
+    assert {k: v for k, v in counts.items() if "bwd" not in k} == NORMED[kind]
+    tol = 1e-5 if dtype == torch.float32 else 3e-2
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert_close(ours.float(), theirs.float(), tol=tol)
+
+
+def _listen(attention):
+    attention.q_norm.register_forward_hook(lambda *args: None)
+
+
+def _another_eps(attention):
+    attention.k_norm.eps = 1e-3
+
+
+def _another_dtype(attention):
+    attention.q_norm.double()
+    attention.q_norm.forward = lambda x: nn.functional.rms_norm(
+        x, (16,), attention.q_norm.weight.to(x.dtype), 1e-6
+    )
+
+
+@pytest.mark.parametrize("change", [_listen, _another_eps, _another_dtype])
+def test_norms_may_change_after_the_patch(integration, fuselage, device, change):
+    attention = NormedAttention().to(device)
+    plain = copy.deepcopy(attention)
+    integration.patch(attention)
+    change(plain)
+    change(attention)
+    with counted_ops(fuselage) as counts:
+        actual = _run_attention(attention, device)
+    for ours, theirs in zip(actual, _run_attention(plain, device), strict=True):
+        assert_close(ours, theirs, tol=1e-5)
+    assert counts["apply_rotary"] == 1 and not counts["qk_norm_rotary"]
 
 
 # Layers that are only nearly those of Llama

@@ -6,6 +6,7 @@ one model gets a copy of its own forward, in which the name of the function mean
 
 from __future__ import annotations
 
+import ast
 import types
 from copy import deepcopy
 from functools import cache, partial
@@ -13,9 +14,10 @@ from typing import Callable, Optional
 
 import torch
 
-from ..rope import apply_rotary
-from . import _probe
-from ._patch import Found, Match, marked, original_of, replacement
+from ..rope import apply_rotary, qk_norm_rotary
+from . import _probe, _source
+from ._norms import eps_of
+from ._patch import Found, Match, listened_to, marked, original_of, replacement, replacement_of
 
 _WHAT = "apply_rotary"
 
@@ -103,12 +105,121 @@ def _rotary(original: Callable, interleaved: bool, narrow: bool) -> Callable:
         if len(args) > len(_ARGUMENTS) or not _known_case(narrow, **named):
             return original(*args, **kwargs)
         q, k, cos, sin = (named[name] for name in _ARGUMENTS[:4])
-        options = {"interleaved": interleaved, "heads_dim": named.get("unsqueeze_dim", 1)}
-        if narrow:
-            options["rotary_dim"] = q.shape[-1]
-        return apply_rotary(q, k, cos, sin, **options)
+        return apply_rotary(q, k, cos, sin, **options_for(**named))
 
+    def options_for(q, unsqueeze_dim=1, **others) -> dict:
+        options = {"interleaved": interleaved, "heads_dim": unsqueeze_dim}
+        return options | ({"rotary_dim": q.shape[-1]} if narrow else {})
+
+    def norm_and_rotate(q_norm, k_norm, *args, **kwargs):
+        named = {**dict(zip(_ARGUMENTS, args)), **kwargs}
+        if len(args) <= len(_ARGUMENTS) and _known_case(narrow, **named):
+            q, k, cos, sin = (named[name] for name in _ARGUMENTS[:4])
+            rounding = _rounding_of(q_norm, k_norm, q)
+            if rounding is not None:
+                weights = getattr(q_norm, "weight", None), getattr(k_norm, "weight", None)
+                options = {**options_for(**named), **rounding}
+                return qk_norm_rotary(q, k, *weights, cos, sin, eps_of(q_norm), **options)
+        q, k, *args = args
+        return apply_rotary_pos_emb(q_norm(q), k_norm(k), *args, **kwargs)
+
+    apply_rotary_pos_emb.norm_and_rotate = norm_and_rotate
     return apply_rotary_pos_emb
+
+
+# Norms of queries and keys before them: the two become one pass.
+
+_NORM_AND_ROTARY = "qk_norm_rotary"
+_HELPER = "fuselage_norm_and_rotate"
+
+
+def recognise_norm_and_rotary(module: torch.nn.Module) -> Found:
+    """Attention that is ours by now, and normalises queries and keys right before it rotates."""
+    if replacement_of(module) not in (_WHAT, _NORM_AND_ROTARY):
+        return None
+    forward = type(module).forward
+    if _NAME not in getattr(getattr(forward, "__code__", None), "co_names", ()):
+        return None
+    norms = [name for name, child in module._modules.items() if _is_rms(child)]
+    function = _norm_and_rotary_forward(forward, frozenset(norms)) if len(norms) > 1 else None
+    return None if function is None else Match(_NORM_AND_ROTARY, function)
+
+
+def _is_rms(child: Optional[torch.nn.Module]) -> bool:
+    return child is not None and (replacement_of(child) or "").startswith("rms_norm")
+
+
+@cache
+def _norm_and_rotary_forward(forward: Callable, norms: frozenset[str]) -> Optional[Callable]:
+    ours, definition = _rotary_for(forward.__globals__[_NAME]), _source.read(forward)
+    if ours is None or definition is None:
+        return None
+    calls = [
+        n for n in ast.walk(definition) if getattr(getattr(n, "func", None), "id", "") == _NAME
+    ]
+    statements = definition.body
+    j = next((j for j, s in enumerate(statements) if getattr(s, "value", None) in calls), None)
+    if j is None or len(calls) != 1:
+        return None
+    (call,) = calls
+    names = [getattr(argument, "id", None) for argument in call.args[:2]]
+    found = [_normed_before(statements, j, name, definition, norms) for name in names]
+    if len(names) != 2 or names[0] == names[1] or None in found:
+        return None
+    for i, norm, x in found:
+        statements[i] = _source.Replaced(norm, x).visit(statements[i])
+    call.func, call.args = (
+        ast.Name(_HELPER, ast.Load()),
+        [norm.func for _, norm, _ in found] + call.args,
+    )
+    function = _source.function_of(definition, {_HELPER: ours.norm_and_rotate}, forward)
+    return marked(_NORM_AND_ROTARY, function)
+
+
+def _normed_before(
+    statements: list, j: int, name: Optional[str], definition, norms
+) -> Optional[tuple]:
+    """The statement that sets `name` to a norm, perhaps with tokens and heads swapped, for
+    statement j alone; and the call of that norm with what is normalised.
+    """
+    i = next((i for i in reversed(range(j)) if name in _source.changes(statements[i])), None)
+    found = None if i is None else _source.assigned(statements[i])
+    if found is None or any(name in _source.loads(s) for s in statements[i + 1 : j]):
+        return None
+    node = found[1]
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "transpose":
+        if [getattr(argument, "value", None) for argument in node.args] != [1, 2]:
+            return None
+        node = node.func.value
+    function = node.func if isinstance(node, ast.Call) else None
+    owner = getattr(getattr(function, "value", None), "id", None)
+    if getattr(function, "attr", None) not in norms or owner != definition.args.args[0].arg:
+        return None
+    return (i, node, node.args[0]) if len(node.args) == 1 and not node.keywords else None
+
+
+def _rounding_of(q_norm: torch.nn.Module, k_norm: torch.nn.Module, q) -> Optional[dict]:
+    """The options of `qk_norm_rotary` for two norms of ours; None if it has none for them."""
+    what = replacement_of(q_norm)
+    if what is None or what not in _ROUNDINGS or what != replacement_of(k_norm):
+        return None
+    if listened_to(q_norm) or listened_to(k_norm) or _probe.autocasts(q):
+        return None
+    for norm in (q_norm, k_norm):
+        weight = getattr(norm, "weight", None)
+        if weight is not None and (weight.dtype, weight.device) != (q.dtype, q.device):
+            return None
+        if weight is not None and weight.shape != q.shape[-1:]:
+            return None
+    return _ROUNDINGS[what] if eps_of(q_norm) == eps_of(k_norm) else None
+
+
+_ROUNDINGS = {
+    "rms_norm (weight, rounded once)": {},
+    "rms_norm (weight, rounded before the weight)": {"cast_before_weight": True},
+    "rms_norm (weight, rounded before a half weight)": {"cast_before_weight": True},
+    "rms_norm (1 + weight, rounded once)": {"weight_offset": 1.0},
+}
 
 
 _ARGUMENTS = ("q", "k", "cos", "sin", "unsqueeze_dim")

@@ -29,7 +29,7 @@ from ._gates import recognise_activation, recognise_experts_gate, recognise_gate
 from ._loss import recognise_causal_loss
 from ._norms import recognise_norm
 from ._patch import Report, patch_modules, unpatch_modules
-from ._rotary import recognise_rotary_attention
+from ._rotary import recognise_norm_and_rotary, recognise_rotary_attention
 
 __all__ = ["Report", "kernel_mapping", "patch", "unpatch"]
 
@@ -167,7 +167,7 @@ PARTS = (
     recognise_activation,
     recognise_rotary_attention,
 )
-BLOCKS = (recognise_fusion, recognise_causal_model)
+BLOCKS = (recognise_fusion, recognise_norm_and_rotary, recognise_causal_model)
 
 
 def patch(model: torch.nn.Module, *, loss: bool = False) -> Report:
