@@ -177,6 +177,22 @@ class InABranch(Block):
         return n
 
 
+class Configured(Block):
+    """What its attributes rule out is not fused, nor reported."""
+
+    style = "late"
+
+    def forward(self, x, y, scale, shift, gate):
+        if self.style == "early" and self.is_set:
+            x = self.free(x) * (1 + scale) + shift
+        elif not self.is_set:
+            x = x + gate * y
+            x = self.free(x) * (1 + scale) + shift
+        else:
+            x = self.norm(x + y)
+        return x
+
+
 class WithAClosure(Block):
     """`super` and, up to Python 3.11, lists that are made of others have cells."""
 
@@ -202,6 +218,7 @@ FUSED = {
     Neither: {"fused_add_layer_norm": 1},
     EitherGated: {"gate_residual_ada_norm": 1, "addcmul": 1},
     InABranch: {"ada_norm": 1},
+    Configured: {"fused_add_layer_norm": 1},
     WithAClosure: {"fused_add_layer_norm": 1},
 }
 
@@ -584,6 +601,18 @@ def test_a_source_that_changed_is_not_read(integration, fuselage, tmp_path, monk
     expected = module(x, x)
     assert integration.patch(module).replaced == {"norm": "layer_norm"}
     assert_close(module(x, x).detach(), expected.detach())
+
+
+def test_modules_of_one_class_may_be_configured_otherwise(integration, fuselage):
+    for style, is_set, what in (
+        ("late", True, "fused_add_layer_norm"),
+        ("early", True, "ada_layer_norm"),
+        ("early", False, "gate_residual_ada_norm"),
+    ):
+        module = Configured()
+        module.style, module.is_set = style, is_set
+        report, _ = compare(integration, fuselage, module, inputs("cpu"))
+        assert report.replaced[""] == what
 
 
 def test_a_decorated_forward_is_left_alone(integration):

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from integrations import zoo, zoo_diffusion
-from integrations.models import assert_close, compiled_and_counted, randomise, rms
+from integrations.models import (
+    assert_close,
+    compiled_and_counted,
+    counted_ops,
+    randomise,
+    rms,
+)
 from integrations.sharding import partition, process_group
 
 REPO_DIR = Path(__file__).resolve().parent.parent.parent
@@ -47,6 +53,10 @@ PLAIN_RAISES: dict[str, set[str]] = {
 @pytest.fixture
 def integration(fuselage):
     return fuselage.integrations.transformers
+
+
+def fuselage_of(integration):
+    return sys.modules[integration.__name__.partition(".")[0]]
 
 
 def models(names=None) -> list:
@@ -99,8 +109,9 @@ def _check(name, integration, plain, inputs, path, generates: bool = False) -> N
     model, report = patched(integration, plain)
     assert not [why for why in report.left_alone.values() if "cannot be tried:" in why], str(report)
     _described(name, report)
-    with torch.no_grad():
+    with torch.no_grad(), counted_ops(fuselage_of(integration)) as counts:
         assert_close(run(model, inputs), expected, str(report), tol=1e-4)
+    _called(report, counts)
     _half_precision(name, integration, plain, inputs)
     _partitioned(name, integration, plain, inputs)
     if generates:
@@ -113,6 +124,18 @@ def _check(name, integration, plain, inputs, path, generates: bool = False) -> N
     for theirs, module in zip(before, model.modules(), strict=True):
         assert vars(module).keys() == theirs.keys()
         assert "forward" not in vars(module)
+
+
+# What a report names by the operator that then runs, under another name of its op or not.
+OPS = {"ada_layer_norm": "ada_norm", "ada_rms_norm": "ada_norm"}
+OPS |= {k: k for k in ("gate_residual_ada_norm", "fused_add_rms_norm", "fused_add_layer_norm")}
+OPS |= {k: k for k in ("apply_rotary", "qk_norm_rotary")}
+
+
+def _called(report, counts) -> None:
+    """What is said to run does run, and not the model's own function in its place."""
+    named = {what for entry in report.replaced.values() for what in entry.split(", ")}
+    assert not [what for what in named & OPS.keys() if not counts[OPS[what]]], (counts, str(report))
 
 
 def _described(name, report) -> None:

@@ -111,8 +111,13 @@ def cogvideo(d):
         sample_frames=5,
         max_text_seq_length=5,
     )
-    video = torch.randn(2, 2, 4, 8, 8)
-    return model, {"hidden_states": video, "encoder_hidden_states": _text(), **TIME}
+    angles = torch.randn(2 * 4 * 4, 4).repeat_interleave(2, dim=1)  # of two frames
+    inputs = {"image_rotary_emb": (angles.cos(), angles.sin()), **TIME}
+    return model, {
+        "hidden_states": torch.randn(2, 2, 4, 8, 8),
+        "encoder_hidden_states": _text(),
+        **inputs,
+    }
 
 
 def mochi(d):

@@ -52,7 +52,9 @@ def recognise_fusion(module: torch.nn.Module) -> Found:
     if forward.__module__.startswith("torch."):
         return None
     plain = inspect.unwrap(forward)
-    found = _fused_forward(plain, tuple(sorted(norms.items())))
+    definition = _definition(plain)
+    dead = () if definition is None else tuple(_lines(_source.dead(definition, module)))
+    found = _fused_forward(plain, tuple(sorted(norms.items())), dead)
     if found is None:
         return None
     if plain is not forward:
@@ -67,12 +69,22 @@ def _is_norm(what: str) -> bool:
 _WHATS = set()  # of what forwards of ours are made here
 
 
+_definition = cache(_source.read)
+
+
+def _lines(bodies: list[list[ast.stmt]]) -> Iterator[tuple[int, int]]:
+    """What tells the bodies of one source apart."""
+    for body in filter(None, bodies):
+        yield body[0].lineno, body[0].col_offset
+
+
 @cache
-def _fused_forward(forward: Callable, norms: tuple[tuple[str, str], ...]) -> Optional[Callable]:
-    definition = _source.read(forward)
+def _fused_forward(forward: Callable, norms: tuple, dead: tuple) -> Optional[Callable]:
+    """With these norms, in all bodies but those that begin at `dead`."""
+    definition = _definition(forward)
     if definition is None:
         return None
-    fusion = _Fusion(deepcopy(definition), dict(norms))
+    fusion = _Fusion(deepcopy(definition), dict(norms), dead)
     if not fusion.whats:
         return None
     function = _source.function_of(fusion.definition, _HELPERS, forward)
@@ -184,7 +196,7 @@ def _modulation(node: ast.expr) -> tuple[ast.expr, Optional[ast.expr], Optional[
 class _Fusion:
     """Rewrites `definition`; `whats` are the operators it then calls."""
 
-    def __init__(self, definition: ast.FunctionDef, norms: dict[str, str]):
+    def __init__(self, definition: ast.FunctionDef, norms: dict[str, str], dead: tuple):
         self.definition = definition
         self.norms = norms
         self.self_name = definition.args.args[0].arg
@@ -194,11 +206,12 @@ class _Fusion:
         self.reads = _counted(definition)
         bodies = [_Statements(self, body) for body in _bodies(definition.body)]
         self.bodies = {id(body.body): body for body in bodies}
-        for body in bodies:
+        live = [body for body in bodies if next(_lines([body.body])) not in dead]
+        for body in live:
             body.fuse_norms()
+        for body in live if self.modulated else ():
+            body.fuse_gates()
         for body in bodies:
-            if self.modulated:
-                body.fuse_gates()
             body.finish()
 
     def norm_call(self, node: ast.expr) -> Optional[tuple[ast.expr, ast.expr]]:

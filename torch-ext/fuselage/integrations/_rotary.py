@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import types
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Callable, Optional
 
@@ -46,11 +47,22 @@ def recognise_rotary_attention(module: torch.nn.Module) -> Found:
     if _NAME not in getattr(getattr(forward, "__code__", None), "co_names", ()):
         rotates = "rotary_pos_emb" in names
         return "its forward does not call its rotary embedding itself" if rotates else None
+    definition = _source.read(forward)
+    if definition is not None and not _calls(definition, module):
+        return "as it is configured, it does not call apply_rotary_pos_emb"
     function = forward.__globals__.get(_NAME)
     ours = _rotary_for(function) if callable(function) else None
     if ours is None:
         return "its rotary embedding computes something else than apply_rotary"
     return Match(_WHAT, _attention_forward(forward, ours))
+
+
+def _calls(definition: ast.FunctionDef, module: torch.nn.Module) -> bool:
+    """Whether the function is called outside of what does not run as the module is."""
+    names = [n for n in ast.walk(definition) if getattr(n, "id", None) == _NAME]
+    bodies = _source.dead(definition, module)
+    dead = {id(n) for body in bodies for statement in body for n in ast.walk(statement)}
+    return any(id(name) not in dead for name in names)
 
 
 def _kernel_functions(module: torch.nn.Module) -> tuple:
@@ -63,68 +75,125 @@ def _attention_forward(forward: Callable, ours: Callable) -> Callable:
     return marked(_WHAT, rebound(forward, _NAME, ours))
 
 
+@dataclass(frozen=True)
+class _Form:
+    """What a function of transformers does with its tables."""
+
+    interleaved: bool
+    part: str  # of a table that is read: "all", "first half", or "narrow", which has no other
+    of_a_part: bool = False  # heads may be longer than what is rotated
+    keeps_dtype: bool = False  # tables in float32 do not make the result so
+
+    def rotary_dim(self, cos: torch.Tensor) -> int:
+        return cos.shape[-1] * (2 if self.part == "narrow" else 1)
+
+    def read(self, table: torch.Tensor) -> torch.Tensor:
+        return table[..., : table.shape[-1] // 2] if self.part == "first half" else table
+
+    def options(self, cos: torch.Tensor, heads_dim: int) -> dict:
+        options = {"interleaved": self.interleaved, "heads_dim": heads_dim}
+        return {**options, "rotary_dim": self.rotary_dim(cos)}
+
+
+# With the tables that models make for them: an angle for each element, or for each pair.
+_FORMS = {
+    _Form(False, "all"): lambda angles: torch.cat([angles, angles], dim=-1),
+    _Form(True, "all"): lambda angles: angles.repeat_interleave(2, dim=-1),
+    _Form(True, "first half"): lambda angles: torch.cat([angles, angles], dim=-1),
+    _Form(False, "narrow"): lambda angles: angles,
+    _Form(True, "narrow"): lambda angles: angles,
+}
+
+
 @cache
 def _rotary_for(function: Callable) -> Optional[Callable]:
     """Ours with the layout of the pairs and of the tables that the function has."""
     angles = _probe.random(2, 5, 8)
-    tables = {
-        "halves": torch.cat([angles, angles], dim=-1),
-        "neighbours": angles.repeat_interleave(2, dim=-1),
-        "narrow": angles,
-    }
     q, k = _probe.random(2, 4, 5, 16, seed=1), _probe.random(2, 2, 5, 16, seed=2)
-    for layout, table in tables.items():
-        for interleaved in (False, True):
-            ours = _rotary(function, interleaved, narrow=layout == "narrow")
-            args = (q, k, table.cos(), table.sin())
-            expected = _probe.call(function, *args)
-            if isinstance(expected, Exception) or not _meant(layout, interleaved):
-                continue
-            if _probe.agree_all(_probe.call(ours, *args), expected):
-                by_name = _probe.call(partial(function, **dict(zip(_ARGUMENTS, args))))
-                if not _probe.agree_all(by_name, expected):
-                    return None  # its arguments have other names, or another order
-                by_tokens = (q.transpose(1, 2), k.transpose(1, 2), *args[2:], 2)
-                expected = _probe.call(function, *by_tokens)
-                if isinstance(expected, Exception):
-                    return ours
-                return ours if _probe.agree_all(_probe.call(ours, *by_tokens), expected) else None
+    for form, table_of in _FORMS.items():
+        table = table_of(angles)
+        args = (q, k, table.cos(), table.sin())
+        if _same_result(function, form, *args):
+            by_name = partial(function, **dict(zip(_ARGUMENTS, args)))
+            if not _probe.agree_all(_probe.call(by_name), _probe.call(function, *args)):
+                return None  # its arguments have other names, or another order
+            by_tokens = (q.transpose(1, 2), k.transpose(1, 2), *args[2:], 2)
+            takes_tokens = not isinstance(_probe.call(function, *by_tokens), Exception)
+            if takes_tokens and not _same_result(function, form, *by_tokens):
+                return None
+            longer = [torch.cat([t, t.flip(-1)], dim=-1)[..., :24] for t in (q, k)]
+            of_a_part = replace(form, of_a_part=True)
+            if _same_result(function, of_a_part, *longer, *args[2:]):
+                form = of_a_part
+            keeps_dtype = replace(form, keeps_dtype=True)
+            if _same_result(function, keeps_dtype, q.bfloat16(), k.bfloat16(), *args[2:]):
+                form = keeps_dtype
+            return _rotary(function, form)
     return None
 
 
-def _meant(layout: str, interleaved: bool) -> bool:
-    """Whether models make tables of this layout for pairs of that one."""
-    return layout == "narrow" or interleaved == (layout == "neighbours")
+def _same_result(function: Callable, form: _Form, *args) -> bool:
+    expected = _probe.call(function, *args)
+    if isinstance(expected, Exception) or not _known_case(form, **dict(zip(_ARGUMENTS, args))):
+        return False
+    return _probe.agree_all(_probe.call(_rotary(function, form), *args), expected)
 
 
-def _rotary(original: Callable, interleaved: bool, narrow: bool) -> Callable:
+def _rotary(original: Callable, form: _Form) -> Callable:
     """Ours where the probes say what `original` computes, and `original` everywhere else."""
 
-    def apply_rotary_pos_emb(*args, **kwargs):
+    def known(args: tuple, kwargs: dict) -> Optional[tuple]:
+        """q, k, the tables and the options of ours; None where `original` runs."""
         named = {**dict(zip(_ARGUMENTS, args)), **kwargs}
-        if len(args) > len(_ARGUMENTS) or not _known_case(narrow, **named):
-            return original(*args, **kwargs)
+        if len(args) > len(_ARGUMENTS) or not _known_case(form, **named):
+            return None
         q, k, cos, sin = (named[name] for name in _ARGUMENTS[:4])
-        return apply_rotary(q, k, cos, sin, **options_for(**named))
+        options = form.options(cos, named.get("unsqueeze_dim", 1))
+        return (q, k), (form.read(cos), form.read(sin)), options
 
-    def options_for(q, unsqueeze_dim=1, **others) -> dict:
-        options = {"interleaved": interleaved, "heads_dim": unsqueeze_dim}
-        return options | ({"rotary_dim": q.shape[-1]} if narrow else {})
+    def apply_rotary_pos_emb(*args, **kwargs):
+        if (found := known(args, kwargs)) is None:
+            return original(*args, **kwargs)
+        heads, tables, options = found
+        return apply_rotary(*heads, *tables, **options)
 
-    def norm_and_rotate(q_norm, k_norm, *args, **kwargs):
-        named = {**dict(zip(_ARGUMENTS, args)), **kwargs}
-        if len(args) <= len(_ARGUMENTS) and _known_case(narrow, **named):
-            q, k, cos, sin = (named[name] for name in _ARGUMENTS[:4])
-            rounding = _rounding_of(q_norm, k_norm, q)
-            if rounding is not None:
-                weights = getattr(q_norm, "weight", None), getattr(k_norm, "weight", None)
-                options = {**options_for(**named), **rounding}
-                return qk_norm_rotary(q, k, *weights, cos, sin, eps_of(q_norm), **options)
-        q, k, *args = args
-        return apply_rotary_pos_emb(q_norm(q), k_norm(k), *args, **kwargs)
+    def norm_and_rotate(q_norm, k_norm, q, k, *args, **kwargs):
+        found, rounding = known((q, k, *args), kwargs), _rounding_of(q_norm, k_norm, q)
+        if found is None or rounding is None:
+            return apply_rotary_pos_emb(q_norm(q), k_norm(k), *args, **kwargs)
+        heads, tables, options = found
+        weights = getattr(q_norm, "weight", None), getattr(k_norm, "weight", None)
+        return qk_norm_rotary(*heads, *weights, *tables, eps_of(q_norm), **options, **rounding)
 
     apply_rotary_pos_emb.norm_and_rotate = norm_and_rotate
     return apply_rotary_pos_emb
+
+
+_ARGUMENTS = ("q", "k", "cos", "sin", "unsqueeze_dim")
+
+
+def _known_case(form, q=None, k=None, cos=None, sin=None, unsqueeze_dim=1, **others) -> bool:
+    """Queries and keys of four dimensions for the same tokens; tables `[batch or 1, tokens, n]`.
+
+    Not among them: queries alone, keys of other tokens, tables without a batch, which mean
+    something else for each `unsqueeze_dim`, and tables that are trained.
+    """
+    if others or k is None or not isinstance(unsqueeze_dim, int) or unsqueeze_dim not in (1, 2):
+        return False
+    if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.requires_grad or sin.requires_grad:
+        return False
+    batch, tokens = q.shape[0], q.shape[3 - unsqueeze_dim]
+    if k.shape[0] != batch or k.shape[3 - unsqueeze_dim] != tokens or k.shape[-1] != q.shape[-1]:
+        return False
+    if cos.shape[0] not in (1, batch) or cos.shape[1] != tokens or sin.shape != cos.shape:
+        return False
+    passed = q.shape[-1] - form.rotary_dim(cos)
+    if passed < 0 or (passed > 0 and not form.of_a_part):
+        return False
+    # Most functions give their result in the wider dtype, that of their tables.
+    fits = cos.dtype == q.dtype or (form.keeps_dtype and cos.dtype == torch.float32)
+    same = q.dtype == k.dtype and cos.dtype == sin.dtype and q.device == cos.device
+    return same and fits and _probe.taken(q)
 
 
 # Norms of queries and keys before them: the two become one pass.
@@ -222,34 +291,9 @@ _ROUNDINGS = {
 }
 
 
-_ARGUMENTS = ("q", "k", "cos", "sin", "unsqueeze_dim")
-
-
-def _known_case(narrow, q=None, k=None, cos=None, sin=None, unsqueeze_dim=1, **others) -> bool:
-    """Queries and keys of four dimensions for the same tokens; tables `[batch or 1, tokens, n]`.
-
-    Not among them: queries alone, keys of other tokens, tables without a batch, which mean
-    something else for each `unsqueeze_dim`, and tables that are trained.
-    """
-    if others or k is None or not isinstance(unsqueeze_dim, int) or unsqueeze_dim not in (1, 2):
-        return False
-    if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.requires_grad or sin.requires_grad:
-        return False
-    batch, tokens = q.shape[0], q.shape[3 - unsqueeze_dim]
-    if k.shape[0] != batch or k.shape[3 - unsqueeze_dim] != tokens or k.shape[-1] != q.shape[-1]:
-        return False
-    if cos.shape[0] not in (1, batch) or cos.shape[1] != tokens or sin.shape != cos.shape:
-        return False
-    if q.shape[-1] != cos.shape[-1] * (2 if narrow else 1):
-        return False
-    # The function gives its result in the wider dtype, that of its tables.
-    same = q.dtype == k.dtype and cos.dtype == sin.dtype and q.device == cos.device
-    return same and _probe.taken(q) and cos.dtype == q.dtype
-
-
 # diffusers: `apply_rotary_emb(x, (cos, sin), ...)`, called by an attention processor
 
-_PROCESSOR_NAME = "apply_rotary_emb"
+_PROCESSOR_NAMES = ("apply_rotary_emb", "apply_rotary_emb_qwen")
 
 
 def recognise_rotary_processor(module: torch.nn.Module) -> Found:
@@ -259,15 +303,12 @@ def recognise_rotary_processor(module: torch.nn.Module) -> Found:
         return None
     if replacement(processor):
         return Match(_WHAT, processor, attribute="processor")
-    call = type(processor).__call__
-    code = getattr(call, "__code__", None)
-    if code is None or _PROCESSOR_NAME not in code.co_names:
-        inner = any(
-            getattr(c, "co_name", "") == _PROCESSOR_NAME for c in getattr(code, "co_consts", ())
-        )
-        return "its rotary embedding is a part of its processor" if inner else None
-    function = call.__globals__.get(_PROCESSOR_NAME)
-    kind = _processor_kind(type(processor), function) if callable(function) else None
+    code = getattr(type(processor).__call__, "__code__", None)
+    names = () if code is None else (*code.co_names, *code.co_varnames)
+    name = next((name for name in _PROCESSOR_NAMES if name in names), None)
+    if name is None:
+        return None
+    kind = _processor_kind(type(processor), name)
     if kind is None:
         return "its rotary embedding computes something else than apply_rotary"
     ours = object.__new__(kind)
@@ -276,23 +317,72 @@ def recognise_rotary_processor(module: torch.nn.Module) -> Found:
 
 
 @cache
-def _processor_kind(kind: type, function: Callable) -> Optional[type]:
+def _processor_kind(kind: type, name: str) -> Optional[type]:
     """A subclass that calls ours."""
-    angles = _probe.random(5, 8).repeat_interleave(2, dim=-1)
-    tables, batched = (angles.cos(), angles.sin()), (angles.cos()[None], angles.sin()[None])
+    call = kind.__call__
+    is_local = name in call.__code__.co_varnames
+    definition = _source.read(call, nested=True) if is_local else None
+    function = call.__globals__.get(name)
+    if is_local:
+        function = None if definition is None else _local_function(definition, call, name)
+    ours = _ours_for_a_processor(function) if callable(function) else None
+    if ours is None:
+        return None
+    if is_local:
+        for node in ast.walk(definition):
+            if isinstance(node, ast.Name) and node.id == name:
+                node.id = _PROCESSOR_HELPER
+        call = _source.function_of(definition, {_PROCESSOR_HELPER: ours}, call)
+    else:
+        call = rebound(call, name, ours)
+    members = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    members["fuselage_replacement"] = _WHAT
+    members |= {"__reduce__": _as_the_plain_one, "__deepcopy__": _as_ours}
+    return type(kind.__name__, (kind,), members)
+
+
+_PROCESSOR_HELPER = "fuselage_rotate"
+
+
+def _local_function(definition, call: Callable, name: str) -> Optional[Callable]:
+    """The function that `call` imports or defines itself, if that is always the same one."""
+    sources = {}
+    for node in ast.walk(definition):
+        if isinstance(node, (ast.FunctionDef, ast.Import, ast.ImportFrom)):
+            names = [getattr(node, "name", None), *(n.name for n in getattr(node, "names", ()))]
+            if name in names:
+                sources[ast.dump(node)] = node
+    if len(sources) != 1:
+        return None
+    scope = dict(call.__globals__)
+    (node,) = sources.values()
+    found = _probe.call(exec, compile(ast.Module([node], []), "<local>", "exec"), scope)
+    return None if isinstance(found, Exception) else scope.get(name)
+
+
+def _ours_for_a_processor(function: Callable) -> Optional[Callable]:
+    """Ours in the form that the function has."""
+    angles = _probe.random(5, 8)
+    pairs, halves = angles.repeat_interleave(2, dim=-1), torch.cat([angles, angles], dim=-1)
+    tables = (pairs.cos(), pairs.sin())
     wide, heads = _probe.random(2, 5, 16, seed=1), _probe.random(2, 5, 4, 16, seed=2)
-    for make, args in (
-        (_rotate_tokens, (wide, batched)),
-        (_rotate_heads, (heads, tables, True, -1, 1)),
-    ):
-        ours = make(function)
-        if _probe.agree(_probe.call(ours, *args), _probe.call(function, *args)):
-            call = rebound(kind.__call__, _PROCESSOR_NAME, ours)
-            members = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
-            members["fuselage_replacement"] = _WHAT
-            members |= {"__reduce__": _as_the_plain_one, "__deepcopy__": _as_ours}
-            return type(kind.__name__, (kind,), members)
-    return None
+    turns = torch.polar(torch.ones_like(angles), angles)
+    calls = {
+        "pairs": (heads, tables, True, -1, 1),
+        "halves": (heads, (halves.cos(), halves.sin()), True, -2, 1),
+        "complex": (heads, turns, False),
+        "complex, batched": (heads, torch.stack([turns, turns * turns]), False),
+    }
+
+    def agrees(ours: Callable, *args) -> bool:
+        return _probe.agree(_probe.call(ours, *args), _probe.call(function, *args))
+
+    if agrees(_rotate_tokens(function), wide, [t[None] for t in tables]):
+        return _rotate_tokens(function)
+    if agrees(_rotate_with_two_tables(function), heads, *(t[None, :, None] for t in tables)):
+        return _rotate_with_two_tables(function)
+    ways = {way for way, args in calls.items() if agrees(_rotate_heads(function, {way}), *args)}
+    return _rotate_heads(function, ways) if ways else None
 
 
 def _as_the_plain_one(self):
@@ -320,28 +410,67 @@ def _rotate_tokens(original: Callable) -> Callable:
     return apply_rotary_emb
 
 
-def _rotate_heads(original: Callable) -> Callable:
-    """For four dimensions, of which `sequence_dim` counts tokens, as in Flux."""
+def _rotate_heads(original: Callable, ways: set[str]) -> Callable:
+    """For four dimensions, of which `sequence_dim` counts tokens, in those ways that it has:
+    pairs as in Flux, halves as in CogView 4, complex numbers as in QwenImage or Lumina 2.
+    """
 
-    def apply_rotary_emb(x, freqs_cis, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
-        known = use_real and use_real_unbind_dim == -1 and sequence_dim in (1, 2) and x.dim() == 4
-        if not known or not _tables_fit(x, sequence_dim, *freqs_cis):
-            return original(x, freqs_cis, use_real, use_real_unbind_dim, sequence_dim)
-        cos, sin = freqs_cis
-        return apply_rotary(x, None, cos, sin, interleaved=True, heads_dim=3 - sequence_dim)
+    def apply_rotary_emb(x, freqs_cis, *args, **kwargs):
+        named = {**_DEFAULTS, **dict(zip(_DEFAULTS, args)), **kwargs}
+        by_halves, tokens_dim = named["use_real_unbind_dim"] != -1, named["sequence_dim"]
+        tables, way, options = freqs_cis, "halves" if by_halves else "pairs", {}
+        if not named["use_real"]:
+            way = "complex, batched" if freqs_cis.dim() == 3 else "complex"
+            tables, tokens_dim = (freqs_cis.real, freqs_cis.imag), 1
+            if freqs_cis.dtype == torch.complex128:
+                tables = tuple(table.float() for table in tables)
+            options = {"rotary_dim": x.shape[-1]}
+        width = x.shape[-1] // (1 if named["use_real"] else 2)
+        dims = 3 if way == "complex, batched" else 2
+        takes = way in ways and tokens_dim in (1, 2) and x.dim() == 4 and len(named) == 3
+        if not takes or tables[0].dim() != dims or not _tables_fit(x, tokens_dim, *tables, width):
+            return original(x, freqs_cis, *args, **kwargs)
+        options |= {"interleaved": way != "halves", "heads_dim": 3 - tokens_dim}
+        return apply_rotary(x, None, *tables, **options)
 
     return apply_rotary_emb
 
 
-def _tables_fit(x: torch.Tensor, tokens_dim: int, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether they are `[tokens, n]` for an `x` of four dimensions,
-    and `[batch or 1, tokens, n]` for one of three.
+_DEFAULTS = {"use_real": True, "use_real_unbind_dim": -1, "sequence_dim": 2}
+
+
+def _rotate_with_two_tables(original: Callable) -> Callable:
+    """For tables `[batch or 1, tokens, 1, n]`, as in Wan."""
+
+    def apply_rotary_emb(x, freqs_cos, freqs_sin):
+        if x.dim() == 4 and freqs_cos.dim() == freqs_sin.dim() == 4 and freqs_cos.shape[2] == 1:
+            cos, sin = freqs_cos[:, :, 0], freqs_sin[:, :, 0]
+            if _tables_fit(x, 1, cos, sin):
+                return apply_rotary(x, None, cos, sin, interleaved=True)
+        return original(x, freqs_cos, freqs_sin)
+
+    return apply_rotary_emb
+
+
+def _tables_fit(
+    x: torch.Tensor,
+    tokens_dim: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    width: Optional[int] = None,
+) -> bool:
+    """Whether they are `[tokens, width]` for an `x` of four dimensions, or
+    `[batch or 1, tokens, width]`, which for one of three they have to be.
     """
     if not _probe.taken(x) or cos.dtype not in (x.dtype, torch.float32):
         return False
-    if cos.dim() != (2 if x.dim() == 4 else 3) or cos.requires_grad or sin.requires_grad:
+    if (
+        cos.dim() not in ((2, 3) if x.dim() == 4 else (3,))
+        or cos.requires_grad
+        or sin.requires_grad
+    ):
         return False
     if cos.dim() == 3 and cos.shape[0] not in (1, x.shape[0]):
         return False
     same = sin.shape == cos.shape and sin.dtype == cos.dtype and cos.device == x.device
-    return same and cos.shape[-2] == x.shape[tokens_dim] and cos.shape[-1] == x.shape[-1]
+    return same and cos.shape[-2:] == (x.shape[tokens_dim], width or x.shape[-1])

@@ -24,8 +24,9 @@ _CONDITIONAL = (
 _LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)  # run at another time
 
 
-def read(function: Callable) -> Optional[ast.FunctionDef]:
-    """The definition of a plain function; None where its source is not what runs.
+def read(function: Callable, nested: bool = False) -> Optional[ast.FunctionDef]:
+    """The definition of a plain function; None where its source is not what runs, or where it has
+    functions inside, unless `nested`.
 
     A source may be missing, or newer than what was imported, and a class may mangle names. So the
     tree must compile to the code that the function has.
@@ -40,7 +41,8 @@ def read(function: Callable) -> Optional[ast.FunctionDef]:
         return None
     if not isinstance(definition, ast.FunctionDef) or not definition.args.args:
         return None
-    if any(isinstance(node, _LATER) for node in ast.walk(definition) if node is not definition):
+    inner = (node for node in ast.walk(definition) if node is not definition)
+    if not nested and any(isinstance(node, _LATER) for node in inner):
         return None
     ast.increment_lineno(definition, first - 2)
     same = _same_code(_compiled(definition, (), function), function.__code__)
@@ -160,6 +162,34 @@ def evaluated_once(statement: ast.stmt) -> Iterator[ast.expr]:
             yield node
         if not isinstance(node, _CONDITIONAL):
             stack += [n for n in ast.iter_child_nodes(node) if not isinstance(n, _CONDITIONAL)]
+
+
+# Of a condition that the attributes of a module decide.
+_STATIC = (
+    *(ast.Name, ast.Attribute, ast.Constant, ast.Load, ast.UnaryOp, ast.Not, ast.BoolOp, ast.And),
+    *(ast.Or, ast.Compare, ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn),
+    *(ast.Tuple, ast.List),
+)
+
+
+def dead(definition: ast.FunctionDef, module: object) -> list[list[ast.stmt]]:
+    """The bodies of conditions that do not run as the attributes of `module` are."""
+    name, found = definition.args.args[0].arg, []
+    for node in ast.walk(definition):
+        if isinstance(node, ast.If) and (truth := _truth(node.test, name, module)) is not None:
+            found.append(node.orelse if truth else node.body)
+    inner = [n for body in found for s in body for n in ast.walk(s) if isinstance(n, ast.If)]
+    return found + [body for node in inner for body in (node.body, node.orelse)]
+
+
+def _truth(test: ast.expr, name: str, module: object) -> Optional[bool]:
+    """Of a condition on the attributes of `name` alone; None if it is another one."""
+    if loads(test) != {name} or not all(isinstance(part, _STATIC) for part in ast.walk(test)):
+        return None
+    try:
+        return bool(eval(compile(ast.Expression(test), "<condition>", "eval"), {name: module}))
+    except Exception:  # an attribute that is not there
+        return None
 
 
 class Replaced(ast.NodeTransformer):
