@@ -2,11 +2,11 @@
 
 A module whose norms were replaced gets its own forward with other expressions in a few places:
 
-    h = residual + x;  n = self.norm(h)               -> n, h = _add_norm(self.norm, x, residual)
-    self.norm(residual + x)                           -> _add_norm(..)[0]
-    self.norm(x) * (1 + scale) + shift                -> _modulated(self.norm, x, scale, shift)
-    h = residual + gate * x;  n = (as above)(h)       -> n, h = _gated_norm(..)
-    h = residual + gate * x                           -> h = _gated(residual, gate, x)
+    h = residual + x;  n = self.norm(h)               -> n, h = add_norm(self.norm, x, residual)
+    self.norm(residual + x)                           -> add_norm(..)[0]
+    self.norm(x) * (1 + scale) + shift                -> modulated(self.norm, x, scale, shift)
+    h = residual + gate * x;  n = (as above)(h)       -> n, h = gated_norm(..)
+    h = residual + gate * x                           -> h = gated(residual, gate, x)
 
 These are found in its source, whatever the names. What stands in their place computes just the same
 wherever an operator of ours does not take the tensors it gets, so nothing else has to be known of
@@ -27,13 +27,12 @@ from typing import Callable, Optional, Union
 
 import torch
 
-from ..ada_norm import ada_layer_norm, ada_rms_norm, gate_residual_ada_norm
-from . import _probe, _source
-from ._norms import eps_of
-from ._patch import Found, Match, listened_to, marked, replacement_of
+from . import _fused, _source
+from ._norms import LAYER_NORM, is_norm
+from ._patch import Found, Match, marked, replacement_of
 
 # What replaced a norm, and whether it has a form with scale and shift.
-_LAYER, _RMS = "layer_norm", "rms_norm (weight"
+_RMS = "rms_norm (weight"
 _PREFIX = "fuselage"  # of names in the forward
 _UNROUNDED = "rounded not at all"  # its result is float32
 
@@ -43,13 +42,13 @@ def recognise_fusion(module: torch.nn.Module) -> Found:
     norms = {
         name: what
         for name, child in module._modules.items()
-        if child is not None and (what := replacement_of(child)) and _is_norm(what)
+        if child is not None and (what := replacement_of(child)) and is_norm(what)
     }
     own = replacement_of(module)
     if not norms or not (own is None or own in _WHATS):
         return None  # there is nothing, or its forward is another of ours
     forward = type(module).forward
-    if forward.__module__.startswith("torch."):
+    if str(getattr(forward, "__module__", "")).startswith("torch."):
         return None
     plain = inspect.unwrap(forward)
     definition = _definition(plain)
@@ -62,10 +61,6 @@ def recognise_fusion(module: torch.nn.Module) -> Found:
     return Match(found.fuselage_replacement, found)
 
 
-def _is_norm(what: str) -> bool:
-    return what == _LAYER or what.startswith("rms_norm")
-
-
 _WHATS = set()  # of what forwards of ours are made here
 
 
@@ -76,6 +71,10 @@ def _lines(bodies: list[list[ast.stmt]]) -> Iterator[tuple[int, int]]:
     """What tells the bodies of one source apart."""
     for body in filter(None, bodies):
         yield body[0].lineno, body[0].col_offset
+
+
+_CALLS = (_fused.add_norm, _fused.modulated, _fused.gated_norm, _fused.gated)
+_HELPERS = {f"{_PREFIX}_{function.__name__}": function for function in _CALLS}
 
 
 @cache
@@ -238,7 +237,7 @@ class _Fusion:
     def modulates(self, name: str) -> bool:
         """Whether there is an operator with scale and shift for this norm."""
         what = self.norms[name]
-        return what == _LAYER or (what.startswith(_RMS) and _UNROUNDED not in what)
+        return what == LAYER_NORM or (what.startswith(_RMS) and _UNROUNDED not in what)
 
 
 def _bodies(statements: list[ast.stmt]) -> Iterator[list[ast.stmt]]:
@@ -470,7 +469,7 @@ class _Statements:
             return False
         alone = self.statements[i]
         if isinstance(first.x, tuple) and self.fusion.modulated:
-            gated = ast.copy_location(self._call("_gated", first.residual, *first.x), alone)
+            gated = ast.copy_location(self._call("gated", first.residual, *first.x), alone)
             alone = ast.copy_location(ast.Assign(alone.targets, gated), alone)
         inner._set(q, self._both(name, calls[1], inner.statements[q]))
         inner.slots[0].insert(0, alone)
@@ -515,13 +514,13 @@ class _Statements:
 
     def _call_of_both(self, site: _Normed, total: _Sum) -> Optional[ast.expr]:
         modulated = site.scale is not None
-        layer = self.fusion.norms[site.name] == _LAYER
+        layer = self.fusion.norms[site.name] == LAYER_NORM
         if not (modulated or site.cast) and not (layer and isinstance(total.x, tuple)):
             # The norm rounds as it does; a product is computed before it.
             if total.wide:
                 return None
             self.fusion.whats.add("fused_add_layer_norm" if layer else "fused_add_rms_norm")
-            return self._call("_add_norm", site.norm, *total.terms)
+            return self._call("add_norm", site.norm, *total.terms)
         self.fusion.modulated = True
         self.fusion.whats.add("gate_residual_ada_norm")
         factors = total.x if isinstance(total.x, tuple) else (total.x, ast.Constant(None))
@@ -529,7 +528,7 @@ class _Statements:
             self._set(total.before)
         flags = (ast.Constant(site.cast), ast.Constant(total.wide))
         parts = (part or ast.Constant(None) for part in (site.scale, site.shift))
-        return self._call("_gated_norm", site.norm, total.residual, *factors, *parts, *flags)
+        return self._call("gated_norm", site.norm, total.residual, *factors, *parts, *flags)
 
     def _fuse_inside(self, site: _Normed, j: int) -> bool:
         """Where the sum is an argument of the norm, and nothing else."""
@@ -543,10 +542,10 @@ class _Statements:
     def _fuse_alone(self, site: _Normed, j: int) -> None:
         if site.scale is not None:
             self.fusion.modulated = True
-            layer = self.fusion.norms[site.name] == _LAYER
+            layer = self.fusion.norms[site.name] == LAYER_NORM
             self.fusion.whats.add("ada_layer_norm" if layer else "ada_rms_norm")
         parts = (part or ast.Constant(None) for part in (site.scale, site.shift))
-        call = self._call("_modulated", site.norm, site.x, *parts, ast.Constant(site.cast))
+        call = self._call("modulated", site.norm, site.x, *parts, ast.Constant(site.cast))
         self._put(site, j, call)
 
     def _put(self, site: _Normed, j: int, new: ast.expr) -> None:
@@ -566,12 +565,12 @@ class _Statements:
         if total is not None and isinstance(total.x, tuple):
             if total.before is not None:
                 self._set(total.before)
-            call = self._call("_gated", total.residual, *total.x)
+            call = self._call("gated", total.residual, *total.x)
             statement.value = ast.copy_location(call, statement.value)
             self._set(j, statement)
 
     def _call(self, helper: str, *arguments: ast.expr) -> ast.expr:
-        return ast.Call(_name(_PREFIX + helper), list(arguments), [])
+        return ast.Call(_name(f"{_PREFIX}_{helper}"), list(arguments), [])
 
 
 def _name(name: str, context: Optional[ast.expr_context] = None) -> ast.Name:
@@ -583,106 +582,3 @@ def _sets(statement: ast.stmt, name: str) -> bool:
     targets = statement.targets if isinstance(statement, ast.Assign) else ()
     parts = (part for t in targets for part in getattr(t, "elts", (t,)))
     return any(isinstance(part, ast.Name) and part.id == name for part in parts)
-
-
-# ---- what stands in their place ----
-
-
-def _add_norm(norm: torch.nn.Module, x, residual):
-    """`r = x + residual`; returns `norm(r)` and `r`, in one pass if the norm is still ours.
-
-    Since the patch, somebody may have replaced the norm or its forward, or may listen to it by
-    hooks that expect one tensor.
-    """
-    if _shape(x) is not None and _shape(x) == _shape(residual) and _is_ours(norm):
-        return norm(x, residual)
-    total = x + residual
-    return norm(total), total
-
-
-def _is_ours(norm: torch.nn.Module) -> bool:
-    what = replacement_of(norm)
-    return what is not None and _is_norm(what) and not listened_to(norm)
-
-
-def _modulated(norm: torch.nn.Module, x, scale, shift, cast: bool):
-    """`norm(x) * (1 + scale) + shift`; with `cast`, of the norm in float32, as `x` is."""
-    if _modulates(norm, x, scale, shift, cast):
-        eps, weight, bias = eps_of(norm), getattr(norm, "weight", None), getattr(norm, "bias", None)
-        if replacement_of(norm) == _LAYER:
-            return ada_layer_norm(x, scale, shift, weight, bias, eps)
-        return ada_rms_norm(x, scale, shift, weight, eps)
-    out = norm(x.float() if cast else x)
-    if scale is not None:
-        out = out * (1 + scale)
-    if shift is not None:
-        out = out + shift
-    return out.type_as(x) if cast else out
-
-
-def _gated_norm(norm: torch.nn.Module, residual, a, b, scale, shift, cast: bool, wide: bool):
-    """`r = residual + a * b`; returns `_modulated(norm, r, ..)` and `r`. No b is one."""
-    x, gate = (b, a) if _shape(a) != _shape(residual) == _shape(b) else (a, b)
-    if (
-        _modulates(norm, residual, scale, shift, cast)
-        and _shape(x) == residual.shape
-        and x.dtype == residual.dtype
-        and _spreads(gate, residual, wide)
-    ):
-        kind = "layer" if replacement_of(norm) == _LAYER else "rms"
-        weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
-        return gate_residual_ada_norm(
-            x, residual, gate, scale, shift, weight, bias, eps_of(norm), norm=kind
-        )
-    product = a if b is None else a * b
-    if scale is None and not (cast or wide):
-        return _add_norm(norm, residual, product)
-    total = (residual.float() + product).type_as(residual) if wide else residual + product
-    return _modulated(norm, total, scale, shift, cast), total
-
-
-def _shape(x) -> Optional[torch.Size]:
-    return x.shape if isinstance(x, torch.Tensor) else None
-
-
-def _gated(residual, a, b):
-    """`residual + a * b`, rounded once."""
-    if _shape(residual) is not None and residual.shape in (_shape(a), _shape(b)):
-        others = [getattr(t, "dtype", None) for t in (a, b)]
-        if others == [residual.dtype] * 2 and residual.dtype in _probe.DTYPES:
-            return torch.addcmul(residual, a, b)
-    return residual + a * b
-
-
-def _modulates(norm: torch.nn.Module, x, scale, shift, cast: bool) -> bool:
-    """Whether the fused operator takes these, gives the dtype of the formula, and hides nothing."""
-    if not isinstance(x, torch.Tensor) or x.dtype not in _probe.DTYPES or _probe.autocasts(x):
-        return False
-    if not _is_ours(norm) or not (_spreads(scale, x, cast) and _spreads(shift, x, cast)):
-        return False
-    if shift is not None and (shift.shape != scale.shape or shift.dtype != scale.dtype):
-        return False
-    weight = getattr(norm, "weight", None)
-    if weight is not None and (weight.device != x.device or weight.shape != x.shape[-1:]):
-        return False  # the norm's own forward, or a hook around it, knows where its weight is
-    if weight is None or weight.dtype == x.dtype:
-        return True
-    return weight.dtype == torch.float32 and replacement_of(norm) == _LAYER
-
-
-def _spreads(values, x: torch.Tensor, wide: bool) -> bool:
-    """Whether they are none, one for all rows of `x`, for each batch element or for each row."""
-    if values is None:
-        return True
-    if not isinstance(values, torch.Tensor) or values.dim() not in (1, x.dim()):
-        return False
-    if values.dtype != x.dtype and not (wide and values.dtype == torch.float32):
-        return False
-    shape, rows = values.shape, x.shape[:-1]
-    if x.dim() < 2 or shape[-1] != x.shape[-1] or values.device != x.device:
-        return False
-    batches = (x.shape[0], *[1] * (x.dim() - 2))
-    return shape[:-1] == rows or all(n == 1 for n in shape[:-1]) or shape[:-1] == batches
-
-
-_HELPERS = {_PREFIX + f.__name__: f for f in (_add_norm, _modulated, _gated_norm, _gated)}

@@ -23,6 +23,14 @@ _EPS = ("variance_epsilon", "eps", "epsilon")
 _ROUNDINGS = ("once", "before the weight", "before a half weight", "not at all")
 
 
+LAYER_NORM = "layer_norm"  # what the report says of one
+
+
+def is_norm(what: str) -> bool:
+    """Whether this stands for one of the norms below."""
+    return what == LAYER_NORM or what.startswith("rms_norm")
+
+
 def recognise_norm(module: torch.nn.Module) -> Found:
     """RMS norms of every rounding, and layer norms, over the last dimension."""
     if any(module.children()):
@@ -246,4 +254,4 @@ def _layer_forward(name: str) -> Callable:
             return layer_norm(x, weight, bias, eps_of(self))
         return fused_add_layer_norm(x, residual, weight, bias, eps_of(self))
 
-    return marked("layer_norm", _named(forward, name))
+    return marked(LAYER_NORM, _named(forward, name))

@@ -21,7 +21,8 @@ from ._gates import (
 )
 from ._norms import recognise_norm
 from ._patch import Report, patch_modules, unpatch_modules
-from ._rotary import recognise_rotary_attention, recognise_rotary_processor
+from ._rotary import recognise_rotary_attention
+from ._rotary_processor import recognise_rotary_processor
 
 __all__ = ["Report", "patch", "unpatch"]
 

@@ -1,0 +1,201 @@
+"""Recognises attention of diffusers whose processor rotates queries and keys.
+
+By a function `apply_rotary_emb(x, (cos, sin), ...)` of many forms, which the processor's source
+file has or imports, or which it defines or imports itself. It gets a subclass that calls ours.
+"""
+
+from __future__ import annotations
+
+import ast
+from copy import deepcopy
+from functools import cache
+from typing import Callable, Optional
+
+import torch
+
+from ..rope import apply_rotary
+from . import _probe, _source
+from ._patch import Found, Match, original_of, replacement
+from ._rotary import WHAT, rebound
+
+_PROCESSOR_NAMES = ("apply_rotary_emb", "apply_rotary_emb_qwen")
+
+
+def recognise_rotary_processor(module: torch.nn.Module) -> Found:
+    """Attention whose processor calls `apply_rotary_emb`."""
+    processor = vars(module).get("processor")
+    if processor is None or isinstance(processor, torch.nn.Module):
+        return None
+    if replacement(processor):
+        return Match(WHAT, processor, attribute="processor")
+    code = getattr(type(processor).__call__, "__code__", None)
+    names = () if code is None else (*code.co_names, *code.co_varnames)
+    name = next((name for name in _PROCESSOR_NAMES if name in names), None)
+    if name is None:
+        return None
+    kind = _processor_kind(type(processor), name)
+    if kind is None:
+        return "its rotary embedding computes something else than apply_rotary"
+    ours = object.__new__(kind)
+    vars(ours).update(vars(processor), fuselage_original=processor)
+    return Match(WHAT, ours, attribute="processor")
+
+
+@cache
+def _processor_kind(kind: type, name: str) -> Optional[type]:
+    """A subclass that calls ours."""
+    call = kind.__call__
+    is_local = name in call.__code__.co_varnames
+    definition = _source.read(call, nested=True) if is_local else None
+    function = call.__globals__.get(name)
+    if is_local:
+        function = None if definition is None else _local_function(definition, call, name)
+    ours = _ours_for_a_processor(function) if callable(function) else None
+    if ours is None:
+        return None
+    if is_local:
+        for node in ast.walk(definition):
+            if isinstance(node, ast.Name) and node.id == name:
+                node.id = _PROCESSOR_HELPER
+        call = _source.function_of(definition, {_PROCESSOR_HELPER: ours}, call)
+    else:
+        call = rebound(call, name, ours)
+    members = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    members["fuselage_replacement"] = WHAT
+    members |= {"__reduce__": _as_the_plain_one, "__deepcopy__": _as_ours}
+    return type(kind.__name__, (kind,), members)
+
+
+_PROCESSOR_HELPER = "fuselage_rotate"
+
+
+def _local_function(definition, call: Callable, name: str) -> Optional[Callable]:
+    """The function that `call` imports or defines itself, if that is always the same one."""
+    sources = {}
+    for node in ast.walk(definition):
+        if isinstance(node, (ast.FunctionDef, ast.Import, ast.ImportFrom)):
+            names = [getattr(node, "name", None), *(n.name for n in getattr(node, "names", ()))]
+            if name in names:
+                sources[ast.dump(node)] = node
+    if len(sources) != 1:
+        return None
+    scope = dict(call.__globals__)
+    (node,) = sources.values()
+    found = _probe.call(exec, compile(ast.Module([node], []), "<local>", "exec"), scope)
+    return None if isinstance(found, Exception) else scope.get(name)
+
+
+def _ours_for_a_processor(function: Callable) -> Optional[Callable]:
+    """Ours in the form that the function has."""
+    angles = _probe.random(5, 8)
+    pairs, halves = angles.repeat_interleave(2, dim=-1), torch.cat([angles, angles], dim=-1)
+    tables = (pairs.cos(), pairs.sin())
+    wide, heads = _probe.random(2, 5, 16, seed=1), _probe.random(2, 5, 4, 16, seed=2)
+    turns = torch.polar(torch.ones_like(angles), angles)
+    calls = {
+        "pairs": (heads, tables, True, -1, 1),
+        "halves": (heads, (halves.cos(), halves.sin()), True, -2, 1),
+        "complex": (heads, turns, False),
+        "complex, batched": (heads, torch.stack([turns, turns * turns]), False),
+    }
+
+    def agrees(ours: Callable, *args) -> bool:
+        return _probe.agree(_probe.call(ours, *args), _probe.call(function, *args))
+
+    if agrees(_rotate_tokens(function), wide, [t[None] for t in tables]):
+        return _rotate_tokens(function)
+    if agrees(_rotate_with_two_tables(function), heads, *(t[None, :, None] for t in tables)):
+        return _rotate_with_two_tables(function)
+    ways = {way for way, args in calls.items() if agrees(_rotate_heads(function, {way}), *args)}
+    return _rotate_heads(function, ways) if ways else None
+
+
+def _as_the_plain_one(self):
+    """A pickle cannot hold a class that is made here, and loads as the plain model anyway."""
+    # Protocol 1 names the class in a way in which it may be another one than that of the object.
+    return original_of(self).__reduce_ex__(1)
+
+
+def _as_ours(self, memo: dict):
+    copied = object.__new__(type(self))
+    memo[id(self)] = copied
+    vars(copied).update(deepcopy(vars(self), memo))
+    return copied
+
+
+def _rotate_tokens(original: Callable) -> Callable:
+    """For `[batch, tokens, dim]` before the heads are split, as in LTX-Video."""
+
+    def apply_rotary_emb(x, freqs):
+        cos, sin = freqs
+        if x.dim() != 3 or not _tables_fit(x, 1, cos, sin):
+            return original(x, freqs)
+        return apply_rotary(x, None, cos, sin, interleaved=True)
+
+    return apply_rotary_emb
+
+
+def _rotate_heads(original: Callable, ways: set[str]) -> Callable:
+    """For four dimensions, of which `sequence_dim` counts tokens, in those ways that it has:
+    pairs as in Flux, halves as in CogView 4, complex numbers as in QwenImage or Lumina 2.
+    """
+
+    def apply_rotary_emb(x, freqs_cis, *args, **kwargs):
+        named = {**_DEFAULTS, **dict(zip(_DEFAULTS, args)), **kwargs}
+        by_halves, tokens_dim = named["use_real_unbind_dim"] != -1, named["sequence_dim"]
+        tables, way, options = freqs_cis, "halves" if by_halves else "pairs", {}
+        if not named["use_real"]:
+            way = "complex, batched" if freqs_cis.dim() == 3 else "complex"
+            tables, tokens_dim = (freqs_cis.real, freqs_cis.imag), 1
+            if freqs_cis.dtype == torch.complex128:
+                tables = tuple(table.float() for table in tables)
+            options = {"rotary_dim": x.shape[-1]}
+        width = x.shape[-1] // (1 if named["use_real"] else 2)
+        dims = 3 if way == "complex, batched" else 2
+        takes = way in ways and tokens_dim in (1, 2) and x.dim() == 4 and len(named) == 3
+        if not takes or tables[0].dim() != dims or not _tables_fit(x, tokens_dim, *tables, width):
+            return original(x, freqs_cis, *args, **kwargs)
+        options |= {"interleaved": way != "halves", "heads_dim": 3 - tokens_dim}
+        return apply_rotary(x, None, *tables, **options)
+
+    return apply_rotary_emb
+
+
+_DEFAULTS = {"use_real": True, "use_real_unbind_dim": -1, "sequence_dim": 2}
+
+
+def _rotate_with_two_tables(original: Callable) -> Callable:
+    """For tables `[batch or 1, tokens, 1, n]`, as in Wan."""
+
+    def apply_rotary_emb(x, freqs_cos, freqs_sin):
+        if x.dim() == 4 and freqs_cos.dim() == freqs_sin.dim() == 4 and freqs_cos.shape[2] == 1:
+            cos, sin = freqs_cos[:, :, 0], freqs_sin[:, :, 0]
+            if _tables_fit(x, 1, cos, sin):
+                return apply_rotary(x, None, cos, sin, interleaved=True)
+        return original(x, freqs_cos, freqs_sin)
+
+    return apply_rotary_emb
+
+
+def _tables_fit(
+    x: torch.Tensor,
+    tokens_dim: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    width: Optional[int] = None,
+) -> bool:
+    """Whether they are `[tokens, width]` for an `x` of four dimensions, or
+    `[batch or 1, tokens, width]`, which for one of three they have to be.
+    """
+    if not _probe.taken(x) or cos.dtype not in (x.dtype, torch.float32):
+        return False
+    if (
+        cos.dim() not in ((2, 3) if x.dim() == 4 else (3,))
+        or cos.requires_grad
+        or sin.requires_grad
+    ):
+        return False
+    if cos.dim() == 3 and cos.shape[0] not in (1, x.shape[0]):
+        return False
+    same = sin.shape == cos.shape and sin.dtype == cos.dtype and cos.device == x.device
+    return same and cos.shape[-2:] == (x.shape[tokens_dim], width or x.shape[-1])
