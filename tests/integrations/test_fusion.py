@@ -113,7 +113,7 @@ class GatedInside(Block):
 
 
 class GatedWithoutModulation(Block):
-    """As in QwenImage, whose modulation is a method."""
+    """As in CogView 4."""
 
     def forward(self, x, y, scale, shift, gate):
         x = x + gate * y
@@ -193,6 +193,60 @@ class Configured(Block):
         return x
 
 
+class ModulatedByAMethod(Block):
+    """As in QwenImage."""
+
+    def modulate(self, x, values, index=None):
+        scale, shift = values
+        if index is not None:
+            scale = scale * index
+        return x * (1 + scale) + shift, shift
+
+    def forward(self, x, y, scale, shift, gate):
+        n = self.free(x)
+        m, first = self.modulate(n, (scale, shift))
+        y = self.mix(m) + y
+        x = x + gate * y
+        n = self.free(x)
+        m, second = self.modulate(n, (shift, scale), index=2)
+        return m + first + second, x
+
+
+class ModulatedByAFunctionOfItself(Block):
+    """Alone, and not with the sum, which is read before."""
+
+    def modulate(self, x, scale):
+        return x * (1 + scale)
+
+    def forward(self, x, y, scale, shift, gate):
+        x = x + gate * y
+        n = self.free(x)
+        n = self.modulate(n, scale=scale)
+        return n, x
+
+
+class MethodReadsItTwice(Block):
+    def modulate(self, x, scale):
+        return x * (1 + scale) + x.mean(), scale
+
+    def forward(self, x, y, scale, shift, gate):
+        n = self.free(x)
+        m, _ = self.modulate(n, scale)
+        return m
+
+
+class SumIsReadBeforeTheMethod(Block):
+    def modulate(self, x, scale, shift):
+        return x * (1 + scale) + shift, scale
+
+    def forward(self, x, y, scale, shift, gate):
+        x = x + gate * y
+        n = self.free(x)
+        scale = scale + x.mean()
+        m, _ = self.modulate(n, scale, shift)
+        return m
+
+
 class WithAClosure(Block):
     """`super` and, up to Python 3.11, lists that are made of others have cells."""
 
@@ -219,6 +273,8 @@ FUSED = {
     EitherGated: {"gate_residual_ada_norm": 1, "addcmul": 1},
     InABranch: {"ada_norm": 1},
     Configured: {"fused_add_layer_norm": 1},
+    ModulatedByAMethod: {"ada_norm": 1, "gate_residual_ada_norm": 1},
+    ModulatedByAFunctionOfItself: {"ada_norm": 1, "addcmul": 1},
     WithAClosure: {"fused_add_layer_norm": 1},
 }
 
@@ -414,6 +470,8 @@ PARTLY = {
     ScaleChangesAfterTheBranch: {"ada_norm": 1, "addcmul": 2},
     NormIsReadAfterTheBranch: {"layer_norm": 1},
     ModulatedInABranch: {"layer_norm": 1},
+    MethodReadsItTwice: {"layer_norm": 1},
+    SumIsReadBeforeTheMethod: {"ada_norm": 1, "addcmul": 1},
     CastToAnother: {"layer_norm": 1},
     Conditional: {},
     Another: {"layer_norm": 3},
@@ -491,7 +549,9 @@ def test_half_precision(integration, fuselage, device, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [SumThenNorm, Gated, Cast, Either, ModulatedTwice])
+@pytest.mark.parametrize(
+    "kind", [SumThenNorm, Gated, Cast, Either, ModulatedTwice, ModulatedByAMethod]
+)
 def test_compiled_whole(integration, fuselage, device, kind):
     module, given = kind().to(device), inputs(device)
     expected = run(copy.deepcopy(module), given)

@@ -72,6 +72,16 @@ def _shape(x) -> Optional[torch.Size]:
     return x.shape if isinstance(x, torch.Tensor) else None
 
 
+def modulation(norm: torch.nn.Module, x):
+    """`modulated` of scale and shift."""
+    return lambda scale, shift: modulated(norm, x, scale, shift, False)
+
+
+def gated_modulation(norm: torch.nn.Module, residual, a, b):
+    """`gated_norm` of scale and shift."""
+    return lambda scale, shift: gated_norm(norm, residual, a, b, scale, shift, False, False)
+
+
 def gated(residual, a, b):
     """`residual + a * b`, rounded once."""
     if _shape(residual) is not None and residual.shape in (_shape(a), _shape(b)):

@@ -7,6 +7,9 @@ A module whose norms were replaced gets its own forward with other expressions i
     self.norm(x) * (1 + scale) + shift                -> modulated(self.norm, x, scale, shift)
     h = residual + gate * x;  n = (as above)(h)       -> n, h = gated_norm(..)
     h = residual + gate * x                           -> h = gated(residual, gate, x)
+    self.modulate(self.norm(x), ..)                   -> modulate(modulation(self.norm, x), ..)
+
+The last is a method that modulates what it is given, as QwenImage has: of its own copy.
 
 These are found in its source, whatever the names. What stands in their place computes just the same
 wherever an operator of ours does not take the tensors it gets, so nothing else has to be known of
@@ -53,7 +56,7 @@ def recognise_fusion(module: torch.nn.Module) -> Found:
     plain = inspect.unwrap(forward)
     definition = _definition(plain)
     dead = () if definition is None else tuple(_lines(_source.dead(definition, module)))
-    found = _fused_forward(plain, tuple(sorted(norms.items())), dead)
+    found = _fused_forward(type(module), plain, tuple(sorted(norms.items())), dead)
     if found is None:
         return None
     if plain is not forward:
@@ -73,20 +76,23 @@ def _lines(bodies: list[list[ast.stmt]]) -> Iterator[tuple[int, int]]:
         yield body[0].lineno, body[0].col_offset
 
 
-_CALLS = (_fused.add_norm, _fused.modulated, _fused.gated_norm, _fused.gated)
+_CALLS = (
+    *(_fused.add_norm, _fused.modulated, _fused.gated_norm, _fused.gated),
+    *(_fused.modulation, _fused.gated_modulation),
+)
 _HELPERS = {f"{_PREFIX}_{function.__name__}": function for function in _CALLS}
 
 
 @cache
-def _fused_forward(forward: Callable, norms: tuple, dead: tuple) -> Optional[Callable]:
+def _fused_forward(kind: type, forward: Callable, norms: tuple, dead: tuple) -> Optional[Callable]:
     """With these norms, in all bodies but those that begin at `dead`."""
     definition = _definition(forward)
     if definition is None:
         return None
-    fusion = _Fusion(deepcopy(definition), dict(norms), dead)
+    fusion = _Fusion(kind, deepcopy(definition), dict(norms), dead)
     if not fusion.whats:
         return None
-    function = _source.function_of(fusion.definition, _HELPERS, forward)
+    function = _source.function_of(fusion.definition, fusion.helpers, forward)
     what = ", ".join(sorted(fusion.whats))
     _WHATS.add(what)
     return marked(what, function)
@@ -195,7 +201,9 @@ def _modulation(node: ast.expr) -> tuple[ast.expr, Optional[ast.expr], Optional[
 class _Fusion:
     """Rewrites `definition`; `whats` are the operators it then calls."""
 
-    def __init__(self, definition: ast.FunctionDef, norms: dict[str, str], dead: tuple):
+    def __init__(self, kind: type, definition: ast.FunctionDef, norms: dict, dead: tuple):
+        self.kind = kind
+        self.helpers = dict(_HELPERS)
         self.definition = definition
         self.norms = norms
         self.self_name = definition.args.args[0].arg
@@ -223,6 +231,28 @@ class _Fusion:
         of_self = isinstance(function.value, ast.Name) and function.value.id == self.self_name
         starred = isinstance(node.args[0], ast.Starred)
         return (function, node.args[0]) if of_self and not starred else None
+
+    def modulating(self, name: str) -> Optional[bool]:
+        """Makes a helper of a method that modulates its first argument, which is then a function of
+        scale and shift. Whether it returns more; None for another method.
+        """
+        method = getattr(self.kind, name, None)
+        definition = deepcopy(_definition(method)) if inspect.isfunction(method) else None
+        if definition is None or len(definition.args.args) < 2:
+            return None
+        x = definition.args.args[1].arg
+        returns = [node for node in ast.walk(definition) if isinstance(node, ast.Return)]
+        if len(returns) != 1 or returns[0].value is None or _counted(definition).get(x) != 1:
+            return None
+        value = returns[0].value
+        first = value.elts[0] if isinstance(value, ast.Tuple) else value
+        normed, scale, shift = _modulation(first)
+        if scale is None or getattr(normed, "id", None) != x or x in _source.changes(definition):
+            return None
+        call = ast.Call(_name(x), [scale, shift or ast.Constant(None)], [])
+        _source.Replaced(first, call).visit(definition)
+        self.helpers[f"{_PREFIX}_{name}"] = _source.function_of(definition, {}, method)
+        return value is not first
 
     def is_modulated_alone(self, name: str) -> bool:
         """Whether the name is set once, and read by several modulations alone."""
@@ -276,6 +306,7 @@ class _Statements:
         """Modulations first: the norms in them are not norms by themselves."""
         for k in range(len(self.statements)):
             self._fuse_modulations_of(k)
+            self._fuse_method(k)
         for modulated in (True, False):
             for j, statement in enumerate(self.statements):
                 if self.slots[j] and _source.is_simple(statement):
@@ -327,6 +358,59 @@ class _Statements:
         self._set(k, ast.copy_location(named, self.statements[k]))
         for j, site in sites.values():
             self._fuse_alone(site, j)
+
+    def _fuse_method(self, j: int) -> None:
+        """`m, .. = self.method(n, ..)`, which modulates the norm n; with the sum before it, if
+        there is one: then it gives that, too.
+        """
+        statement = self.statements[j]
+        value = statement.value if isinstance(statement, ast.Assign) else None
+        function = value.func if isinstance(value, ast.Call) and value.args else None
+        owner = getattr(getattr(function, "value", None), "id", None)
+        if not isinstance(function, ast.Attribute) or owner != self.fusion.self_name:
+            return
+        k = self._only_definition(getattr(value.args[0], "id", ""), j)
+        call = None if k is None else self._norm_set_by(k)
+        if call is None or not self.fusion.modulates(call[0].attr):
+            return
+        (norm, x), more = call, self.fusion.modulating(function.attr)
+        if more is None or not self._may_move(x, range(k + 1, j)):
+            return
+        layer = self.fusion.norms[norm.attr] == LAYER_NORM
+        total = self._sum_that_waits(x, k, j) if more else None
+        target = statement.targets[0]
+        if total is not None and isinstance(target, ast.Tuple):
+            factors = total.x if isinstance(total.x, tuple) else (total.x, ast.Constant(None))
+            made = self._call("gated_modulation", norm, total.residual, *factors)
+            both = ast.Tuple([target.elts[0], _name(x.id, ast.Store())], ast.Store())
+            target = ast.Tuple([both, *target.elts[1:]], ast.Store())
+            self._set(self._last_change(x.id, k))
+            if total.before is not None:
+                self._set(total.before)
+            self.fusion.whats.add("gate_residual_ada_norm")
+        else:
+            made = self._call("modulation", norm, x)
+            self.fusion.whats.add("ada_layer_norm" if layer else "ada_rms_norm")
+        self.fusion.modulated = True
+        value = self._call(function.attr, _name(owner), made, *value.args[1:])
+        value.keywords = statement.value.keywords
+        self._set(k)
+        self._set(j, ast.copy_location(ast.Assign([target], value), statement))
+
+    def _sum_that_waits(self, x: ast.expr, k: int, j: int) -> Optional[_Sum]:
+        """What `x`, the input of the norm in statement k, is set to, if that can be done at j."""
+        i = self._last_change(x.id, k) if isinstance(x, ast.Name) else None
+        total = None if i is None else self._sum_set_by(i, x.id)
+        if total is None or total.wide:
+            return None
+        factors = total.x if isinstance(total.x, tuple) else ()
+        read = set().union({x.id}, *map(_source.loads, (*total.terms, *factors)))
+        others = [m for m in range(i + 1, j) if m != k]
+        if any(read & self.changes[m] or x.id in self.reads[m] for m in others):
+            return None
+        calls = [n for part in total.terms for n in ast.walk(part) if isinstance(n, ast.Call)]
+        calls_self = any(self._calls_self(call) for call in calls)
+        return None if calls_self or x.id in self.reads[j] else total
 
     def _normed(self, node: ast.expr, j: int) -> Optional[_Normed]:
         value, like = _cast(node)
