@@ -42,19 +42,57 @@ SIZES = {
     "sep_token_id": 2,
     "cls_token_id": 1,
 }
+_MAMBA = {"expand": 2, "n_groups": 1, "chunk_size": 8}
+_MAMBA_LAYERS = {
+    **{f"mamba_{name}": value for name, value in _MAMBA.items()},
+    **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8},
+}
+# Of names that one architecture has.
+OWN_SIZES = {
+    "qwen3_next": {
+        **dict.fromkeys(("linear_num_key_heads", "full_attention_interval"), 2),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+        **{"linear_num_value_heads": 4, "decoder_sparse_step": 1},
+    },
+    "mamba2": {**_MAMBA, "num_heads": 8, "head_dim": 8, "state_size": 8},
+    "bamba": {**_MAMBA_LAYERS, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **_MAMBA_LAYERS,
+        "layer_types": ["mamba", "attention"],
+        "position_embedding_type": "rope",
+    },
+    "jamba": {
+        **{"mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+        **dict.fromkeys(("attn_layer_period", "expert_layer_period"), 2),
+        **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), 1),
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
+    "gemma3n_text": {
+        **{"vocab_size_per_layer_input": 99, "hidden_size_per_layer_input": 8},
+        **{"num_kv_shared_layers": 0, "laurel_rank": 4, "altup_num_inputs": 2},
+        **{"layer_types": ["sliding_attention", "full_attention"]},
+        **{"activation_sparsity_pattern": [0.0, 0.0]},
+    },
+    "gemma4_text": {
+        **{"vocab_size_per_layer_input": 99, "hidden_size_per_layer_input": 8},
+        **{"num_kv_shared_layers": 0, "global_head_dim": 8},
+        **{"layer_types": ["sliding_attention", "full_attention"]},
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+}
 # What is not in the zoo, and why: sizes of other names, other inputs, packages that are not there.
 NOT_BUILT = set(
     """
-    audioflamingo3 bailing_hybrid bamba bit blt cohere_compass_text cpmant cvt dbrx dinat
-    efficientnet emu3 encoder-decoder esm esmc fsmt fuyu gemma3 gemma3n gemma3n_text gemma4
-    gemma4_assistant gemma4_text gemma4_unified gemma4_unified_assistant git glmasr got_ocr2 gpt_neo
-    granite_speech granite_speech5_ctc granite_speech_plus granitemoehybrid hgnet_v2 hiera imagegpt
-    jamba kimi_linear lasr_ctc levit lfm2_moe llama4 longcat_flash luke mamba2 mobilenet_v1
-    mobilenet_v2 mobilevitv2 modernvbert moshi moss_transcribe_diarize mpt musicflamingo musicgen
-    musicgen_melody nemo_speechlm neomme parakeet_ctc perceiver phi4_multimodal pp_lcnet pvt
-    qwen2_audio qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_asr qwen3_next qwen4_exp
-    qwen4_exp_text reformer roc_bert shieldgemma2 siglip2 t5gemma2 textnet timm_wrapper ultravbert
-    vibevoice_asr voxtral voxtral_realtime wav2vec2-bert xlstm xmod zamba zamba2 zaya
+    audioflamingo3 bailing_hybrid bit blt cohere_compass_text cpmant cvt dbrx dinat efficientnet
+    emu3 encoder-decoder esm esmc fsmt fuyu gemma3 gemma3n gemma4 gemma4_assistant gemma4_unified
+    gemma4_unified_assistant git glmasr got_ocr2 granite_speech granite_speech5_ctc
+    granite_speech_plus hgnet_v2 hiera imagegpt kimi_linear lasr_ctc levit llama4 longcat_flash luke
+    mobilenet_v1 mobilenet_v2 mobilevitv2 modernvbert moshi moss_transcribe_diarize mpt
+    musicflamingo musicgen musicgen_melody nemo_speechlm neomme parakeet_ctc perceiver
+    phi4_multimodal pp_lcnet pvt qwen2_audio qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
+    qwen3_asr qwen4_exp qwen4_exp_text reformer roc_bert shieldgemma2 siglip2 t5gemma2 textnet
+    timm_wrapper ultravbert vibevoice_asr voxtral voxtral_realtime wav2vec2-bert xlstm xmod zamba
+    zamba2 zaya
     """.split()
 )
 TOO_SLOW = {"falcon_h1", "funnel", "longformer", "nemotron_h"}  # half a minute and more
@@ -93,7 +131,7 @@ def configuration(name: str):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[name]
-    return kind(**_sizes(kind))
+    return kind(**{**_sizes(kind), **OWN_SIZES.get(name, {})})
 
 
 def _sizes(kind: type) -> dict:

@@ -128,7 +128,23 @@ def _rotary_for(function: Callable) -> Optional[Callable]:
             if _same_result(function, keeps_dtype, q.bfloat16(), k.bfloat16(), *args[2:]):
                 form = keeps_dtype
             return _rotary(function, form)
+        alone = _rotary_alone(function, form)
+        calls = [(t, *args[2:]) for t in (q, k)] + [(q.transpose(1, 2), *args[2:], 2)]
+        if all(_probe.agree(_probe.call(alone, *c), _probe.call(function, *c)) for c in calls):
+            return alone
     return None
+
+
+def _rotary_alone(original: Callable, form: _Form) -> Callable:
+    """Of one tensor at a time, as in Gemma 3n."""
+
+    def apply_rotary_pos_emb(x, cos, sin, unsqueeze_dim=1, **others):
+        if others or not _known_case(form, x, x, cos, sin, unsqueeze_dim):
+            return original(x, cos, sin, unsqueeze_dim, **others)
+        tables = form.read(cos), form.read(sin)
+        return apply_rotary(x, None, *tables, **form.options(cos, unsqueeze_dim))
+
+    return apply_rotary_pos_emb
 
 
 def _same_result(function: Callable, form: _Form, *args) -> bool:
@@ -220,7 +236,7 @@ def _is_rms(child: Optional[torch.nn.Module]) -> bool:
 @cache
 def _norm_and_rotary_forward(forward: Callable, norms: frozenset[str]) -> Optional[Callable]:
     ours, definition = _rotary_for(forward.__globals__[_NAME]), _source.read(forward)
-    if ours is None or definition is None:
+    if definition is None or not hasattr(ours, "norm_and_rotate"):
         return None
     calls = [
         n for n in ast.walk(definition) if getattr(getattr(n, "func", None), "id", "") == _NAME
