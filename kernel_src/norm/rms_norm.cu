@@ -22,7 +22,7 @@ struct RmsNormOp {
   using In = T;
   using Out = O;
   static constexpr int N = 16 / sizeof(T);
-  static constexpr bool kCentres = false, kMostVectors = false, kRest = false;
+  static constexpr bool kCentres = false, kMostVectors = false;
   static constexpr int kSums = 1, kShared = 1;
   static constexpr bool kWritesSum = kResidual;
 

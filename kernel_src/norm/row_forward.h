@@ -12,7 +12,7 @@
 //   Inputs                start() issues the loads of a row, finish(j) combines vector j to s
 //   kWritesSum, sum_row   whether s is a result, too, and where it goes
 //   kSums, sums_of        what is summed of a vector; where kCentres and centred(p), its moments
-//                         instead (norm/row_reduce.h; kRest and kShared, too)
+//                         instead (norm/row_reduce.h; kShared, too, and then kRest)
 //   Stats                 of a row: made of its sums, saved, sent to other lanes
 //   with_columns(p, f)    calls f with the type of what reads the values of columns in this call:
 //     Columns(p, row)       .load(column, dim) -> Loaded, kAhead vectors ahead of their use;
@@ -319,9 +319,10 @@ gpuError launch_row_forward(const typename Op::Params& p, const RowPolicy& polic
                       dim3(policy.threads_per_row, policy.rows_per_block), 0, policy.cluster,
                       stream, p, policy.cluster);
   };
+  constexpr bool kHasMostVectors = Op::kMostVectors;
   if constexpr (kAligned) {
     if (policy.cluster > 1) return launch(&row_forward_kernel<Op, 4, 1, true, true>);
-    if constexpr (Op::kMostVectors) {
+    if constexpr (kHasMostVectors) {
       if (policy.vectors == kForwardMostVectors)
         return launch(&row_forward_kernel<Op, kForwardMostVectors, 1, true, false>);
     }
