@@ -165,6 +165,25 @@ class EitherGated(Block):
         return n, x
 
 
+class GatedBesideAnAdaptiveNorm(nn.Module):
+    """As in the single blocks of Flux."""
+
+    class Norm(Block):
+        def forward(self, x, scale, shift):
+            return self.free(x) * (1 + scale) + shift
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mix = self.Norm(), nn.Linear(DIM, DIM)
+
+    def forward(self, x, y, scale, shift, gate):
+        residual = x
+        x = self.norm(x, scale, shift)
+        x = gate * self.mix(x + y)
+        x = residual + x
+        return x
+
+
 class InABranch(Block):
     """As in PixArt."""
 
@@ -271,6 +290,7 @@ FUSED = {
     Either: {"fused_add_layer_norm": 1},
     Neither: {"fused_add_layer_norm": 1},
     EitherGated: {"gate_residual_ada_norm": 1, "addcmul": 1},
+    GatedBesideAnAdaptiveNorm: {"ada_norm": 1, "addcmul": 1},
     InABranch: {"ada_norm": 1},
     Configured: {"fused_add_layer_norm": 1},
     ModulatedByAMethod: {"ada_norm": 1, "gate_residual_ada_norm": 1},

@@ -37,18 +37,32 @@ from ._patch import Found, Match, marked, replacement_of
 # What replaced a norm, and whether it has a form with scale and shift.
 _RMS = "rms_norm (weight"
 _PREFIX = "fuselage"  # of names in the forward
+_GATE = "addcmul (gate and residual)"  # what the report says where there is nothing else
 _UNROUNDED = "rounded not at all"  # its result is float32
 
 
 def recognise_fusion(module: torch.nn.Module) -> Found:
-    """Any module that has such expressions with a norm that was replaced."""
+    """Any module that has such expressions with a norm that was replaced, or a gate beside an
+    adaptive norm, as the single blocks of Flux.
+    """
+    children = [child for child in module._modules.values() if child is not None]
+    return _recognise(module, any(map(_is_adaptive, children)))
+
+
+def _is_adaptive(module: torch.nn.Module) -> bool:
+    """Whether its forward is, or will be, a modulated norm."""
+    found = _recognise(module, False)
+    return isinstance(found, Match) and "ada_" in found.what
+
+
+def _recognise(module: torch.nn.Module, gates: bool) -> Found:
     norms = {
         name: what
         for name, child in module._modules.items()
         if child is not None and (what := replacement_of(child)) and is_norm(what)
     }
     own = replacement_of(module)
-    if not norms or not (own is None or own in _WHATS):
+    if not (norms or gates) or not (own is None or own in _WHATS):
         return None  # there is nothing, or its forward is another of ours
     forward = type(module).forward
     if str(getattr(forward, "__module__", "")).startswith("torch."):
@@ -56,7 +70,7 @@ def recognise_fusion(module: torch.nn.Module) -> Found:
     plain = inspect.unwrap(forward)
     definition = _definition(plain)
     dead = () if definition is None else tuple(_lines(_source.dead(definition, module)))
-    found = _fused_forward(type(module), plain, tuple(sorted(norms.items())), dead)
+    found = _fused_forward(type(module), plain, tuple(sorted(norms.items())), dead, gates)
     if found is None:
         return None
     if plain is not forward:
@@ -84,12 +98,14 @@ _HELPERS = {f"{_PREFIX}_{function.__name__}": function for function in _CALLS}
 
 
 @cache
-def _fused_forward(kind: type, forward: Callable, norms: tuple, dead: tuple) -> Optional[Callable]:
+def _fused_forward(
+    kind: type, forward: Callable, norms: tuple, dead: tuple, gates: bool
+) -> Optional[Callable]:
     """With these norms, in all bodies but those that begin at `dead`."""
     definition = _definition(forward)
     if definition is None:
         return None
-    fusion = _Fusion(kind, deepcopy(definition), dict(norms), dead)
+    fusion = _Fusion(kind, deepcopy(definition), dict(norms), dead, gates)
     if not fusion.whats:
         return None
     function = _source.function_of(fusion.definition, fusion.helpers, forward)
@@ -201,7 +217,7 @@ def _modulation(node: ast.expr) -> tuple[ast.expr, Optional[ast.expr], Optional[
 class _Fusion:
     """Rewrites `definition`; `whats` are the operators it then calls."""
 
-    def __init__(self, kind: type, definition: ast.FunctionDef, norms: dict, dead: tuple):
+    def __init__(self, kind: type, definition: ast.FunctionDef, norms: dict, dead: tuple, gates):
         self.kind = kind
         self.helpers = dict(_HELPERS)
         self.definition = definition
@@ -209,7 +225,7 @@ class _Fusion:
         self.self_name = definition.args.args[0].arg
         self.whats: set[str] = set()
         self.fresh = 0
-        self.modulated = False
+        self.modulated = gates
         self.reads = _counted(definition)
         bodies = [_Statements(self, body) for body in _bodies(definition.body)]
         self.bodies = {id(body.body): body for body in bodies}
@@ -493,11 +509,7 @@ class _Statements:
             if before is None:
                 return None, None
             x = self.statements[before].value
-            if not self._unchanged(
-                _source.loads(x) - {self.fusion.self_name}, range(before + 1, i)
-            ):
-                return None, None
-            if any(isinstance(node, ast.Call) and self._calls_self(node) for node in ast.walk(x)):
+            if not self._may_move(x, range(before + 1, i)):
                 return None, None
         pair = _binary(x, ast.Mult)
         if pair is None or any(isinstance(side, ast.Constant) for side in pair):
@@ -592,7 +604,7 @@ class _Statements:
 
     def _may_move(self, node: ast.expr, where: range) -> bool:
         calls = (n for n in ast.walk(node) if isinstance(n, ast.Call))
-        if any(self._calls_self(call) for call in calls):
+        if where and any(self._calls_self(call) for call in calls):
             return False
         return self._unchanged(_source.loads(node), where)
 
@@ -650,6 +662,7 @@ class _Statements:
             if total.before is not None:
                 self._set(total.before)
             call = self._call("gated", total.residual, *total.x)
+            self.fusion.whats = self.fusion.whats or {_GATE}
             statement.value = ast.copy_location(call, statement.value)
             self._set(j, statement)
 
