@@ -24,13 +24,12 @@ import ast
 import inspect
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import cache
-from typing import Callable, Optional, Union
+from typing import Callable, Optional
 
 import torch
 
-from . import _fused, _source
+from . import _fused, _patterns, _source
 from ._norms import LAYER_NORM, is_norm
 from ._patch import Found, Match, marked, replacement_of
 
@@ -114,106 +113,6 @@ def _fused_forward(
     return marked(what, function)
 
 
-# ---- patterns ----
-
-
-@dataclass
-class _Normed:
-    """`self.norm(x)`, perhaps scaled and shifted, perhaps in float32 and cast back."""
-
-    node: ast.expr
-    norm: ast.expr  # self.norm
-    x: ast.expr
-    scale: Optional[ast.expr] = None
-    shift: Optional[ast.expr] = None
-    cast: bool = False
-    before: Optional[int] = None  # the statement with the norm, where that is another one
-
-    @property
-    def is_modulated(self) -> bool:
-        """Whether it is more than a norm."""
-        return self.scale is not None or self.cast
-
-    @property
-    def name(self) -> str:
-        return self.norm.attr
-
-
-@dataclass
-class _Sum:
-    """`residual + x`, or `residual + a * b`, perhaps in float32 and cast back."""
-
-    terms: tuple[ast.expr, ast.expr]  # as they are written
-    residual: ast.expr
-    x: Union[ast.expr, tuple[ast.expr, ast.expr]]
-    wide: bool = False
-    before: Optional[int] = None  # the statement with the product, where that is another one
-
-
-def _method(node: ast.AST, name: str) -> Optional[ast.expr]:
-    """`value` of `value.name(..)`."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return node.func.value if node.func.attr == name and not node.keywords else None
-    return None
-
-
-def _floated(node: ast.expr) -> tuple[ast.expr, bool]:
-    """`x` of `x.float()`, and whether it was that."""
-    value = _method(node, "float")
-    return (node, False) if value is None or node.args else (value, True)
-
-
-def _cast(node: ast.expr) -> tuple[ast.expr, Optional[ast.expr]]:
-    """`value` and `x` of `value.type_as(x)`."""
-    value = _method(node, "type_as")
-    return (node, None) if value is None or len(node.args) != 1 else (value, node.args[0])
-
-
-def _binary(node: ast.AST, kind: type) -> Optional[tuple[ast.expr, ast.expr]]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, kind):
-        return node.left, node.right
-    return None
-
-
-def _of_one_plus(node: ast.expr) -> Optional[ast.expr]:
-    """`s` of `1 + s`; `s[i]` of `(1 + s)[i]`, and `s.unsqueeze(i)` of `(1 + s).unsqueeze(i)`."""
-    for one, s in _both_ways(_binary(node, ast.Add)):
-        if isinstance(one, ast.Constant) and one.value == 1:
-            return s
-    if isinstance(node, ast.Subscript) and (s := _of_one_plus(node.value)) is not None:
-        return ast.copy_location(ast.Subscript(s, node.slice, node.ctx), node)
-    value = _method(node, "unsqueeze")
-    if value is not None and (s := _of_one_plus(value)) is not None:
-        function = ast.copy_location(ast.Attribute(s, "unsqueeze", ast.Load()), node)
-        return ast.copy_location(ast.Call(function, node.args, []), node)
-    return None
-
-
-def _both_ways(pair: Optional[tuple]) -> tuple:
-    return () if pair is None else (pair, pair[::-1])
-
-
-def _scaled(node: ast.expr) -> Optional[tuple[ast.expr, ast.expr]]:
-    """`n` and `s` of `n * (1 + s)`."""
-    for value, factor in _both_ways(_binary(node, ast.Mult)):
-        if (scale := _of_one_plus(factor)) is not None:
-            return value, scale
-    return None
-
-
-def _modulation(node: ast.expr) -> tuple[ast.expr, Optional[ast.expr], Optional[ast.expr]]:
-    """`n`, `scale` and `shift` of `n * (1 + scale) + shift`."""
-    for product, shift in _both_ways(_binary(node, ast.Add)):
-        if (found := _scaled(product)) is not None:
-            return *found, shift
-    if (found := _scaled(node)) is not None:
-        return *found, None
-    return node, None, None
-
-
-# ---- the forward ----
-
-
 class _Fusion:
     """Rewrites `definition`; `whats` are the operators it then calls."""
 
@@ -262,7 +161,7 @@ class _Fusion:
             return None
         value = returns[0].value
         first = value.elts[0] if isinstance(value, ast.Tuple) else value
-        normed, scale, shift = _modulation(first)
+        normed, scale, shift = _patterns.modulation_of(first)
         if scale is None or getattr(normed, "id", None) != x or x in _source.changes(definition):
             return None
         call = ast.Call(_name(x), [scale, shift or ast.Constant(None)], [])
@@ -275,10 +174,19 @@ class _Fusion:
         if self.reads.get(name, 0) < 2:
             return False
         nodes = list(ast.walk(self.definition))
-        scaled = [found[0] for node in nodes if (found := _scaled(node)) is not None]
+        scaled = [found[0] for node in nodes if (found := _patterns.scaled(node)) is not None]
         read = sum(isinstance(value, ast.Name) and value.id == name for value in scaled)
         sets = sum(isinstance(n, ast.Name) and n.id == name for n in nodes) - self.reads[name]
         return read == self.reads[name] and sets == 1
+
+    def calls(self, what: str) -> None:
+        """Of an operator that modulates or gates: then other gates are fused, too."""
+        self.whats.add(what)
+        self.modulated = True
+
+    def modulated_form(self, name: str) -> str:
+        """The operator for this norm with scale and shift."""
+        return "ada_layer_norm" if self.norms[name] == LAYER_NORM else "ada_rms_norm"
 
     def modulates(self, name: str) -> bool:
         """Whether there is an operator with scale and shift for this norm."""
@@ -355,16 +263,18 @@ class _Statements:
         if call is None or not self.fusion.is_modulated_alone(found[0]):
             return
         (name, _), (norm, x) = found, call
-        if _floated(x)[1] or not self.fusion.modulates(norm.attr):
+        if _patterns.floated(x)[1] or not self.fusion.modulates(norm.attr):
             return
-        sites: dict[int, tuple[int, _Normed]] = {}
+        sites: dict[int, tuple[int, _patterns.Normed]] = {}
         for j in range(k + 1, len(self.statements)):
             if _source.is_simple(self.statements[j]):
                 for node in _source.evaluated_once(self.statements[j]):
-                    normed, scale, shift = _modulation(node)
+                    normed, scale, shift = _patterns.modulation_of(node)
                     if scale is not None and getattr(normed, "id", None) == name:
                         # The outermost comes first.
-                        sites.setdefault(id(normed), (j, _Normed(node, norm, normed, scale, shift)))
+                        sites.setdefault(
+                            id(normed), (j, _patterns.Normed(node, norm, normed, scale, shift))
+                        )
         if len(sites) != self.fusion.reads[name]:
             return
         # The norm's input gets its name: it may have another meaning by then, but no other value.
@@ -392,35 +302,29 @@ class _Statements:
         (norm, x), more = call, self.fusion.modulating(function.attr)
         if more is None or not self._may_move(x, range(k + 1, j)):
             return
-        layer = self.fusion.norms[norm.attr] == LAYER_NORM
         total = self._sum_that_waits(x, k, j) if more else None
         target = statement.targets[0]
         if total is not None and isinstance(target, ast.Tuple):
-            factors = total.x if isinstance(total.x, tuple) else (total.x, ast.Constant(None))
-            made = self._call("gated_modulation", norm, total.residual, *factors)
+            made = self._call("gated_modulation", norm, *self._parts_of(total))
             both = ast.Tuple([target.elts[0], _name(x.id, ast.Store())], ast.Store())
             target = ast.Tuple([both, *target.elts[1:]], ast.Store())
             self._set(self._last_change(x.id, k))
-            if total.before is not None:
-                self._set(total.before)
-            self.fusion.whats.add("gate_residual_ada_norm")
+            self.fusion.calls("gate_residual_ada_norm")
         else:
             made = self._call("modulation", norm, x)
-            self.fusion.whats.add("ada_layer_norm" if layer else "ada_rms_norm")
-        self.fusion.modulated = True
+            self.fusion.calls(self.fusion.modulated_form(norm.attr))
         value = self._call(function.attr, _name(owner), made, *value.args[1:])
         value.keywords = statement.value.keywords
         self._set(k)
         self._set(j, ast.copy_location(ast.Assign([target], value), statement))
 
-    def _sum_that_waits(self, x: ast.expr, k: int, j: int) -> Optional[_Sum]:
+    def _sum_that_waits(self, x: ast.expr, k: int, j: int) -> Optional[_patterns.Sum]:
         """What `x`, the input of the norm in statement k, is set to, if that can be done at j."""
         i = self._last_change(x.id, k) if isinstance(x, ast.Name) else None
         total = None if i is None else self._sum_set_by(i, x.id)
         if total is None or total.wide:
             return None
-        factors = total.x if isinstance(total.x, tuple) else ()
-        read = set().union({x.id}, *map(_source.loads, (*total.terms, *factors)))
+        read = {x.id} | total.reads
         others = [m for m in range(i + 1, j) if m != k]
         if any(read & self.changes[m] or x.id in self.reads[m] for m in others):
             return None
@@ -428,9 +332,9 @@ class _Statements:
         calls_self = any(self._calls_self(call) for call in calls)
         return None if calls_self or x.id in self.reads[j] else total
 
-    def _normed(self, node: ast.expr, j: int) -> Optional[_Normed]:
-        value, like = _cast(node)
-        normed, scale, shift = _modulation(value)
+    def _normed(self, node: ast.expr, j: int) -> Optional[_patterns.Normed]:
+        value, like = _patterns.cast_of(node)
+        normed, scale, shift = _patterns.modulation_of(value)
         k = None
         call = self.fusion.norm_call(normed)
         if call is None and isinstance(normed, ast.Name) and normed is not node:
@@ -439,13 +343,13 @@ class _Statements:
         if call is None:
             return None
         norm, x = call
-        inner, floated = _floated(x)
+        inner, floated = _patterns.floated(x)
         cast = floated and like is not None and _source.same(inner, like)
         if cast:
             x = inner
         elif like is not None or (floated and scale is not None):
             return None  # it is another dtype's
-        site = _Normed(node, norm, x, scale, shift, cast, k)
+        site = _patterns.Normed(node, norm, x, scale, shift, cast, k)
         if site.is_modulated and not self.fusion.modulates(site.name):
             return None
         if k is None:
@@ -484,10 +388,10 @@ class _Statements:
 
     # -- sums --
 
-    def _sum_of(self, node: ast.expr, i: int) -> Optional[_Sum]:
+    def _sum_of(self, node: ast.expr, i: int) -> Optional[_patterns.Sum]:
         """What statement i adds up in `node`."""
-        value, like = _cast(node)
-        pair = _binary(value, ast.Add)
+        value, like = _patterns.cast_of(node)
+        pair = _patterns.binary(value, ast.Add)
         if pair is None or any(isinstance(side, ast.Constant) for side in pair):
             return None
         for residual, x in (pair, pair[::-1]):
@@ -495,11 +399,13 @@ class _Statements:
             if product is None:
                 continue
             if like is None:
-                return _Sum(pair, residual, product, before=before)
-            residual, floated = _floated(residual)
+                return _patterns.Sum(pair, residual, product, before=before)
+            residual, floated = _patterns.floated(residual)
             if floated and _source.same(residual, like):
-                return _Sum(pair, residual, tuple(_floated(f)[0] for f in product), True, before)
-        return None if like is not None else _Sum(pair, *pair)
+                return _patterns.Sum(
+                    pair, residual, tuple(_patterns.floated(f)[0] for f in product), True, before
+                )
+        return None if like is not None else _patterns.Sum(pair, pair[0], pair[1:])
 
     def _product(self, x: ast.expr, i: int) -> tuple[Optional[tuple], Optional[int]]:
         """The factors of `x`, and the statement that multiplies them, if that is not i."""
@@ -511,17 +417,17 @@ class _Statements:
             x = self.statements[before].value
             if not self._may_move(x, range(before + 1, i)):
                 return None, None
-        pair = _binary(x, ast.Mult)
+        pair = _patterns.binary(x, ast.Mult)
         if pair is None or any(isinstance(side, ast.Constant) for side in pair):
             return None, None
         # A modulation, of a norm that is none of ours, has no gate.
-        return (None, None) if _scaled(x) is not None else (pair, before)
+        return (None, None) if _patterns.scaled(x) is not None else (pair, before)
 
     def _calls_self(self, node: ast.Call) -> bool:
         return self.fusion.self_name in _source.loads(node.func)
 
-    def _fuse_with_sum(self, site: _Normed, j: int) -> bool:
-        if _binary(site.x, ast.Add) is not None:
+    def _fuse_with_sum(self, site: _patterns.Normed, j: int) -> bool:
+        if _patterns.binary(site.x, ast.Add) is not None:
             return self._fuse_inside(site, j)
         if not isinstance(site.x, ast.Name):
             return False
@@ -539,7 +445,7 @@ class _Statements:
         self._take(site, j)
         return True
 
-    def _fuse_with_either(self, site: _Normed, m: int, norm: int, j: int) -> bool:
+    def _fuse_with_either(self, site: _patterns.Normed, m: int, norm: int, j: int) -> bool:
         """With `h = a + b`, and then `if ..: h = c + d`: in the branch, or else with the first."""
         name, condition = site.x.id, self.statements[m]
         inner = self.fusion.bodies.get(id(condition.body))
@@ -552,10 +458,8 @@ class _Statements:
             return False
         if not inner._norm_may_move(site, q, *[len(inner.statements)] * 2):
             return False
-        factors = first.x if isinstance(first.x, tuple) else ()
-        read = set().union(*map(_source.loads, (*first.terms, *factors)))
         between = range(i + 1, m)
-        waits = self._unchanged(read, between) and name not in _source.loads(condition.test)
+        waits = self._unchanged(first.reads, between) and name not in _source.loads(condition.test)
         if not waits or any(name in self.reads[k] for k in between):
             return False
         if not self._norm_may_move(site, m, norm, j) or not self._norm_may_move(site, i, m, m):
@@ -564,8 +468,8 @@ class _Statements:
         if None in calls:
             return False
         alone = self.statements[i]
-        if isinstance(first.x, tuple) and self.fusion.modulated:
-            gated = ast.copy_location(self._call("gated", first.residual, *first.x), alone)
+        if first.is_gated and self.fusion.modulated:
+            gated = ast.copy_location(self._call("gated", first.residual, *first.factors), alone)
             alone = ast.copy_location(ast.Assign(alone.targets, gated), alone)
         inner._set(q, self._both(name, calls[1], inner.statements[q]))
         inner.slots[0].insert(0, alone)
@@ -574,14 +478,14 @@ class _Statements:
         self._take(site, j)
         return True
 
-    def _sum_set_by(self, i: int, name: str) -> Optional[_Sum]:
+    def _sum_set_by(self, i: int, name: str) -> Optional[_patterns.Sum]:
         """Of the statement `name = sum`, if it is still that."""
         found = _source.assigned(self.statements[i])
         if found is None or found[0] != name or self.slots[i] != [self.statements[i]]:
             return None
         return self._sum_of(found[1], i)
 
-    def _norm_may_move(self, site: _Normed, i: int, norm: int, j: int) -> bool:
+    def _norm_may_move(self, site: _patterns.Normed, i: int, norm: int, j: int) -> bool:
         """Up from statement `norm`, and its modulation from j, to statement i, the sum's."""
         modulation = [part for part in (site.scale, site.shift) if part is not None]
         return self._unchanged({site.x.id}, range(i + 1, norm)) and all(
@@ -597,7 +501,7 @@ class _Statements:
         assign = ast.Assign([ast.Tuple(names, ast.Store())], call)
         return ast.fix_missing_locations(ast.copy_location(assign, where))
 
-    def _take(self, site: _Normed, j: int) -> None:
+    def _take(self, site: _patterns.Normed, j: int) -> None:
         """What `_both` has set, in the place of the norm."""
         self._put(site, j, _name(f"{_PREFIX}_normed_{self.fusion.fresh}"))
         self.fusion.fresh += 1
@@ -608,25 +512,26 @@ class _Statements:
             return False
         return self._unchanged(_source.loads(node), where)
 
-    def _call_of_both(self, site: _Normed, total: _Sum) -> Optional[ast.expr]:
-        modulated = site.scale is not None
+    def _call_of_both(self, site: _patterns.Normed, total: _patterns.Sum) -> Optional[ast.expr]:
         layer = self.fusion.norms[site.name] == LAYER_NORM
-        if not (modulated or site.cast) and not (layer and isinstance(total.x, tuple)):
+        if not site.is_modulated and not (layer and total.is_gated):
             # The norm rounds as it does; a product is computed before it.
             if total.wide:
                 return None
             self.fusion.whats.add("fused_add_layer_norm" if layer else "fused_add_rms_norm")
             return self._call("add_norm", site.norm, *total.terms)
-        self.fusion.modulated = True
-        self.fusion.whats.add("gate_residual_ada_norm")
-        factors = total.x if isinstance(total.x, tuple) else (total.x, ast.Constant(None))
+        self.fusion.calls("gate_residual_ada_norm")
+        flags = (ast.Constant(site.cast), ast.Constant(total.wide))
+        parts = (*self._parts_of(total), site.scale, site.shift)
+        return self._call("gated_norm", site.norm, *parts, *flags)
+
+    def _parts_of(self, total: _patterns.Sum) -> tuple[Optional[ast.expr], ...]:
+        """The residual, x and the gate or None; a statement of the product alone is dropped."""
         if total.before is not None:
             self._set(total.before)
-        flags = (ast.Constant(site.cast), ast.Constant(total.wide))
-        parts = (part or ast.Constant(None) for part in (site.scale, site.shift))
-        return self._call("gated_norm", site.norm, total.residual, *factors, *parts, *flags)
+        return (total.residual, *total.factors, *[None] * (2 - len(total.factors)))
 
-    def _fuse_inside(self, site: _Normed, j: int) -> bool:
+    def _fuse_inside(self, site: _patterns.Normed, j: int) -> bool:
         """Where the sum is an argument of the norm, and nothing else."""
         total = self._sum_of(site.x, j)
         call = None if total is None else self._call_of_both(site, total)
@@ -635,16 +540,14 @@ class _Statements:
         self._put(site, j, ast.Subscript(call, ast.Constant(0), ast.Load()))
         return True
 
-    def _fuse_alone(self, site: _Normed, j: int) -> None:
+    def _fuse_alone(self, site: _patterns.Normed, j: int) -> None:
         if site.scale is not None:
-            self.fusion.modulated = True
-            layer = self.fusion.norms[site.name] == LAYER_NORM
-            self.fusion.whats.add("ada_layer_norm" if layer else "ada_rms_norm")
-        parts = (part or ast.Constant(None) for part in (site.scale, site.shift))
-        call = self._call("modulated", site.norm, site.x, *parts, ast.Constant(site.cast))
+            self.fusion.calls(self.fusion.modulated_form(site.name))
+        parts = (site.scale, site.shift, ast.Constant(site.cast))
+        call = self._call("modulated", site.norm, site.x, *parts)
         self._put(site, j, call)
 
-    def _put(self, site: _Normed, j: int, new: ast.expr) -> None:
+    def _put(self, site: _patterns.Normed, j: int, new: ast.expr) -> None:
         if site.before is not None:
             self._set(site.before)
         self._set(j, _source.Replaced(site.node, new).visit(self.statements[j]))
@@ -655,19 +558,18 @@ class _Statements:
         statement = self.statements[j]
         if not isinstance(statement, (ast.Assign, ast.Return)) or statement.value is None:
             return
-        if self.slots[j] != [statement] or _cast(statement.value)[1] is not None:
+        if self.slots[j] != [statement] or _patterns.cast_of(statement.value)[1] is not None:
             return
         total = self._sum_of(statement.value, j)
-        if total is not None and isinstance(total.x, tuple):
-            if total.before is not None:
-                self._set(total.before)
-            call = self._call("gated", total.residual, *total.x)
+        if total is not None and total.is_gated:
+            call = self._call("gated", *self._parts_of(total))
             self.fusion.whats = self.fusion.whats or {_GATE}
             statement.value = ast.copy_location(call, statement.value)
             self._set(j, statement)
 
-    def _call(self, helper: str, *arguments: ast.expr) -> ast.expr:
-        return ast.Call(_name(f"{_PREFIX}_{helper}"), list(arguments), [])
+    def _call(self, helper: str, *arguments: Optional[ast.expr]) -> ast.expr:
+        given = [ast.Constant(None) if a is None else a for a in arguments]
+        return ast.Call(_name(f"{_PREFIX}_{helper}"), given, [])
 
 
 def _name(name: str, context: Optional[ast.expr_context] = None) -> ast.Name:

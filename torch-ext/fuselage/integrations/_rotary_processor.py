@@ -147,7 +147,7 @@ def _rotate_heads(original: Callable, ways: set[str]) -> Callable:
         if not named["use_real"]:
             way = "complex, batched" if freqs_cis.dim() == 3 else "complex"
             tables, tokens_dim = (freqs_cis.real, freqs_cis.imag), 1
-            if freqs_cis.dtype == torch.complex128:
+            if freqs_cis.dtype == torch.complex128 and way in ways:
                 tables = tuple(table.float() for table in tables)
             options = {"rotary_dim": x.shape[-1]}
         width = x.shape[-1] // (1 if named["use_real"] else 2)
