@@ -63,6 +63,14 @@ def test_a_policy_asks_for_what_the_device_has(sweep: dict[str, list[list[str]]]
     assert not wrong, "\n".join(wrong)
 
 
+def test_a_divisor_divides_exactly(tmp_path: Path):
+    """Whatever fits in 63 bits, by one to the largest number."""
+    probe = compiled(tmp_path / "divide_probe", TESTS / "divide_probe.cpp")
+    divisions, wrong, first = printed(probe)[0].split("|")
+    assert int(divisions) > 300_000
+    assert wrong == "0", first
+
+
 def test_no_kernel_or_policy_compares_a_capability():
     pattern = re.compile(r"compute_?capability|CapabilityM(ajor|inor)", re.IGNORECASE)
     mapping = {"device_info.h", "device_info.cu", "gpu_compat.h"}

@@ -50,8 +50,8 @@ struct Elementwise {
   Operand out, out_y;      // forward: out. Backward: grad_x, grad_y
   const void* bias;        // [dim]
   DType bias_dtype;
-  int bias_columns;       // of Rows::in_one
-  Activation activation;  // of AnyAddFormula
+  Divisor bias_columns{0};  // of Rows::in_one
+  Activation activation;    // of AnyAddFormula
   int64_t rows, dim;
   Scalars scalars;
   float* partials;  // [row blocks, dim] with grad_bias
@@ -139,9 +139,10 @@ __device__ __forceinline__ void run_vectors(const Elementwise& p, int64_t first_
     if (Function::kReadsBias && p.bias != nullptr) {
       const auto add = [&](auto* bias) {
         if constexpr (kRows == Rows::in_one) {
-          const int64_t rows = quotient(block_column, int64_t{p.bias_columns});
-          const int start = static_cast<int>(block_column - rows * p.bias_columns) + column_of(j);
-          add_repeated_bias(bias, start % p.bias_columns, p.bias_columns, x);
+          const int64_t column = block_column + column_of(j);
+          const int64_t columns = p.bias_columns.value;
+          const int64_t start = column - quotient(column, p.bias_columns) * columns;
+          add_repeated_bias(bias, static_cast<int>(start), static_cast<int>(columns), x);
         } else {
           add_bias<kAligned>(bias + block_column, column_of(j), dim, x);
         }
@@ -275,7 +276,7 @@ bool is_aligned(const Elementwise& p) {
                         std::min(16, width * kColumns<T, Function> * kSize));
   };
   constexpr int kWidth = Function::kInTurn ? 2 : 1;
-  const bool bias_fits = p.bias_columns > 0 || aligned_rows(p.bias, 0, 0, p.bias_dtype);
+  const bool bias_fits = p.bias_columns.value > 0 || aligned_rows(p.bias, 0, 0, p.bias_dtype);
   return bias_fits && starts_aligned(p.grad_out, 1) && starts_aligned(p.x, kWidth) &&
          starts_aligned(p.y, 1) && starts_aligned(p.out, Function::kBackward ? kWidth : 1) &&
          starts_aligned(p.out_y, 1);
@@ -292,7 +293,7 @@ bool put_in_one_row(Elementwise& p) {
   Elementwise one = p;
   one.rows = 1;
   one.dim = p.rows * p.dim;
-  one.bias_columns = static_cast<int>(p.dim);
+  one.bias_columns = p.dim;
   if (!is_aligned<T, Function>(one)) return false;
   p = one;
   return true;

@@ -75,7 +75,7 @@ struct AdaNormBackward {
   void* grad_shift;     // likewise, with scale_rows
   void* grad_weight;    // [dim], dtype of the weight, or null when not needed
   void* grad_bias;      // [dim], dtype of the bias, or null when not needed
-  int64_t gate_rows,
+  Divisor gate_rows,
       scale_rows;  // rows that share a gate, or a scale and a shift: `rows` if all do
   bool gate_by_row, scale_by_row;
   DType shift_dtype, bias_dtype;

@@ -47,13 +47,13 @@ struct AdaNormGradients {
       totals[1] += sums[1];
       totals[3] = fmaf(factor, sums[1], totals[3]);
       totals[4] = fmaf(factor, sums[0], totals[4]);
-      if (!p.scale_by_row && p.scale_rows < p.rows)
+      if (!p.scale_by_row && p.scale_rows.value < p.rows)
         write_scale_and_shift(columns, quotient(row, p.scale_rows), column, sums[0], sums[1]);
     }
     if (p.sums_gate) {
       const float of_gate = p.sums_columns ? sums[2] : sums[0];
       totals[2] += of_gate;
-      if (p.gate_rows < p.rows)
+      if (p.gate_rows.value < p.rows)
         store_value(p.grad_gate, p.gate.dtype, quotient(row, p.gate_rows) * p.dim + column,
                     of_gate);
     }
@@ -61,9 +61,9 @@ struct AdaNormGradients {
   // What belongs to all groups.
   __device__ __forceinline__ void all(const Columns& columns, int64_t column,
                                       const float (&totals)[5]) const {
-    if (p.sums_columns && !p.scale_by_row && p.scale_rows == p.rows)
+    if (p.sums_columns && !p.scale_by_row && p.scale_rows.value == p.rows)
       write_scale_and_shift(columns, 0, column, totals[0], totals[1]);
-    if (p.sums_gate && p.gate_rows == p.rows)
+    if (p.sums_gate && p.gate_rows.value == p.rows)
       store_value(p.grad_gate, p.gate.dtype, column, totals[2]);
     if (p.grad_weight != nullptr) store_value(p.grad_weight, p.weight.dtype, column, totals[3]);
     if (p.grad_bias != nullptr) store_value(p.grad_bias, p.bias_dtype, column, totals[4]);

@@ -271,7 +271,7 @@ static void ada_norm_backward_sums_of(const AdaNormBackward& p, int64_t column_b
                                       int64_t column_end) {
   const bool columns = p.sums_columns, gate = p.sums_gate;
   const int64_t groups = p.rows == 0 ? 0 : p.rows / p.group_rows;
-  const bool one_scale = p.scale_rows == p.rows, one_gate = p.gate_rows == p.rows;
+  const bool one_scale = p.scale_rows.value == p.rows, one_gate = p.gate_rows.value == p.rows;
   const AdaNormValues<X> weight_values(p.weight, 1), bias_values(p.bias, 0);
   for (int64_t begin = column_begin; begin < column_end; begin += kAdaNormStrip) {
     const int64_t size = column_end - begin < kAdaNormStrip ? column_end - begin : kAdaNormStrip;
@@ -303,14 +303,14 @@ static void ada_norm_backward_sums_of(const AdaNormBackward& p, int64_t column_b
           all_a[i] += a[i];
           all_c[i] += c[i];
         }
-        if (!by_row && !one_scale) store_scale_and_shift(row / p.scale_rows * p.dim, a, c);
+        if (!by_row && !one_scale) store_scale_and_shift(row / p.scale_rows.value * p.dim, a, c);
       }
       if (gate) {
         ada_norm_sum_group(p, group, columns ? 2 : 0, begin, size, g);
         if (one_gate) {
           for (int64_t i = 0; i < size; ++i) all_g[i] += g[i];
         } else {
-          store_sums(p.grad_gate, p.gate.dtype, row / p.gate_rows * p.dim + begin, g, size);
+          store_sums(p.grad_gate, p.gate.dtype, row / p.gate_rows.value * p.dim + begin, g, size);
         }
       }
     }

@@ -77,7 +77,8 @@ inline RowBackwardShape ada_norm_backward_shape(const AdaNormBackward& p) {
   shape.factors_by_row = p.scale_by_row;
   shape.column_sums = p.partial_rows == 0 ? 0 : residual ? 3 : 2;
   // What groups share is left to the second kernel.
-  const bool shared = p.grad_weight != nullptr || p.grad_bias != nullptr || p.scale_rows == p.rows;
+  const bool shared =
+      p.grad_weight != nullptr || p.grad_bias != nullptr || p.scale_rows.value == p.rows;
   shape.sums_need_rows = p.sums_gate || (shape.groups > 1 && shared);
   shape.threads = ada_norm_backward_threads(residual && !by_row);
   shape.max_columns = ada_norm_backward_columns(residual);

@@ -150,7 +150,7 @@ struct RowBackwardThread {
                 static_cast<int>(blockDim.x) * N},
         first_row(block_row + lag_),
         end(end_),
-        row_step(launch_.blocks_per_group * blockDim.y),
+        row_step(launch_.blocks_per_group.value * blockDim.y),
         lag(lag_),
         memory(memory_),
         statistics(reinterpret_cast<float*>(memory_) +
@@ -390,14 +390,14 @@ __global__ void __launch_bounds__(Op::kThreads, 1)
     }
   }
   const int64_t part = blockIdx.x / cluster;  // of all partial sums
-  const int64_t group = launch.groups == 1 ? 0 : quotient(part, launch.blocks_per_group);
+  const int64_t group = quotient(part, launch.blocks_per_group);
   const int64_t begin = group * launch.group_rows;
   // Rows are dealt to the blocks one by one, so that no block has more than one more than another.
   // Rows of less than a warp lie side by side, for whole lines of memory.
-  const int64_t block = part - group * launch.blocks_per_group;
+  const int64_t block = part - group * launch.blocks_per_group.value;
   const bool spread = !Stages::kShared && blockDim.x >= kWarpSize;
   const int64_t block_row = begin + block * (spread ? 1 : blockDim.y);
-  const int lag = threadIdx.y * (spread ? static_cast<int>(launch.blocks_per_group) : 1);
+  const int lag = threadIdx.y * (spread ? static_cast<int>(launch.blocks_per_group.value) : 1);
   row_sum_start(cluster, scratch);
   RowBackwardThread<Op, Stages, kVectors, kClusters> thread(
       p, launch, reinterpret_cast<char*>(dynamic_memory), cluster, cluster > 1 ? cluster_rank() : 0,
@@ -511,9 +511,10 @@ gpuError launch_row_backward_streamed(const typename Op::Params& p, const RowBac
   }
   if (launch.partials == nullptr) return gpuSuccess;
   constexpr int kTile = kColumnThreads * 16 / static_cast<int>(sizeof(typename Op::Element));
-  return gpu_launch(&row_backward_columns_kernel<Op>,
-                    dim3(launch.groups * launch.blocks_per_group * ceil_div(launch.dim, kTile)),
-                    dim3(256), 0, 1, stream, p, launch);
+  return gpu_launch(
+      &row_backward_columns_kernel<Op>,
+      dim3(launch.groups * launch.blocks_per_group.value * ceil_div(launch.dim, kTile)), dim3(256),
+      0, 1, stream, p, launch);
 }
 
 // The one launcher of an operator's backward: rows, and then the sums of columns.

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(256)
   const uint32_t tiles = (static_cast<uint32_t>(launch.dim) + kTile - 1) / kTile;
   const uint32_t part = blockIdx.x / tiles;
   const int64_t group = quotient(part, launch.blocks_per_group);
-  const int64_t share = part - group * launch.blocks_per_group;
+  const int64_t share = part - group * launch.blocks_per_group.value;
   const auto row_of = [&](int64_t i) {
     return group * launch.group_rows + quotient(launch.group_rows * i, launch.blocks_per_group);
   };

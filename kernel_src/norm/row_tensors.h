@@ -2,6 +2,7 @@
 // last step of their column sums, over the rows of a block.
 #pragma once
 
+#include "common/divide.h"
 #include "common/gpu_compat.h"
 #include "common/vector.h"
 #include "norm/row_backward_policy.h"
@@ -28,7 +29,8 @@ struct RowBackward {
   const float* statistics;  // [rows, statistics_size]: mean and rstd, or rstd
   int statistics_size;
   int64_t dim;
-  int64_t groups, group_rows, blocks_per_group;
+  int64_t groups, group_rows;
+  Divisor blocks_per_group;
   bool needs_rows;  // and not sums of columns alone
   float* partials;  // [groups][blocks_per_group][partial_kinds][dim], or null
   int partial_kinds;

@@ -282,13 +282,11 @@ __global__ void __launch_bounds__(kQkNormThreads, kAligned ? kQkNormBackwardBloc
       item_factors<kAligned, T>(side.weight, side.weight_dtype, p.weight_offset, item, item.column,
                                 f1, f2);
     }
-    // The unit of this row, and how far it is to that of the next turn: no divisions of 64 bits on
-    // the way.
-    const int64_t index = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-    const int distance = gridDim.x * blockDim.y;
-    const int64_t first_token = quotient(index, units);
-    Token at = token_of(tokens, first_token);
-    int unit = static_cast<int>(index - first_token * units);
+    // The unit of this row, and how far it is to that of the next turn: persistent blocks are few,
+    // and so there are no divisions of 64 bits.
+    const int index = blockIdx.x * blockDim.y + threadIdx.y, distance = gridDim.x * blockDim.y;
+    Token at = token_of(tokens, index / units);
+    int unit = index % units;
     const int token_step = distance / units, unit_step = distance % units;
     // All rows of a block take equally many turns: they meet in the sums.
     int64_t left =
