@@ -29,8 +29,9 @@ def main(fuselage, monkeypatch):
 
 @pytest.mark.slow
 def test_it_verifies_times_and_writes(main, tmp_path, capsys):
-    names = ["llama-prefill", "llama-decode", "llama-training"]
-    names += ["ltx-video"] if find_spec("diffusers") else []
+    names = ["llama-prefill", "llama-decode", "llama-training", "bert"]
+    if find_spec("diffusers"):
+        names += ["ltx-video", "flux", "flux2", "qwen-image", "wan"]
     path = tmp_path / "results.json"
     options = [*OPTIONS, "--output", str(path)]
     assert main(options + [option for name in names for option in ("--only", name)]) == 0

@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from .batch import Batches
-from .measure import nothing
-
-
-@dataclass
-class Scenario:
-    """One thing to time.
-
-    Attributes:
-        title: Model, shape and dtype, for the table.
-        model: With its weights, on the device.
-        step: Runs it once, with the model to call: the model itself, or compiled.
-        outputs: What must agree with the plain model's, from a run of its own, with what to call.
-        compiled: Compiles the model in place, and returns what to call and what undoes it.
-        integration: The part of fuselage.integrations that patches it.
-        variants: Names of what is patched, and the options of `patch`. Each replaces more than the
-            one before.
-        before: What each step needs before it, and what is not timed.
-        per_sample: Steps in what the table calls one sample, such as the steps of a denoising.
-        batches: What finds the largest batch, for the plain model and the last variant.
-        notes: What a reader must know: sizes that were reduced, and how it was compiled.
-    """
-
-    title: str
-    model: torch.nn.Module
-    step: Callable[[Callable], object]
-    outputs: Callable[[Callable], tuple[torch.Tensor, ...]]
-    compiled: Callable[[], tuple[Callable, Callable[[], None]]]
-    integration: str
-    before: Callable[[], object] = nothing
-    per_sample: int = 1
-    batches: Batches | None = None
-    variants: dict[str, dict] = field(default_factory=lambda: {"fuselage": {}})
-    notes: list[str] = field(default_factory=list)
-
+from .diffusion import DENOISERS, denoising
+from .models import BLOCKS_NOTE, Scenario, compiled_blocks, compiled_whole, created_on
 
 # Causal language models, by the name of their classes, and a size where there are several.
 SHAPES = {
@@ -114,18 +80,6 @@ TRAINING_BYTES_A_LAYER, TRAINING_BYTES = 3.0 * 2**30, 22 * 2**30
 LAYERS_COMPILED_WHOLE = 8
 
 
-@contextmanager
-def created_on(device: str, dtype: torch.dtype) -> Iterator[None]:
-    """Weights are made where they stay, and in their dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def causal_model(
     device: str,
     quick: bool,
@@ -160,36 +114,6 @@ def causal_model(
         notes.append(f"{sizes['num_hidden_layers']} of {all_layers} layers")
     title = f"small {kind}" if quick else title
     return model.eval(), f"{title}, {'fp32' if quick or exact else 'bf16'}", notes
-
-
-def compiled_blocks(blocks: list[torch.nn.Module], model: torch.nn.Module):
-    """Compiles the blocks, which are alike, one by one: once for all of them."""
-
-    def compile() -> tuple[Callable, Callable[[], None]]:
-        torch._dynamo.reset()
-        for block in blocks:
-            block.compile(fullgraph=True)
-
-        def undo() -> None:
-            for block in blocks:
-                block._compiled_call_impl = None
-
-        return model, undo
-
-    return compile
-
-
-BLOCKS_NOTE = "compiled block by block (fullgraph), as all blocks are alike"
-
-
-def compiled_whole(model: torch.nn.Module, mode: str = "default"):
-    """Compiles the model, masks included."""
-
-    def compile() -> tuple[Callable, Callable[[], None]]:
-        torch._dynamo.reset()
-        return torch.compile(model, mode=mode), torch._dynamo.reset
-
-    return compile
 
 
 def how_compiled(model: torch.nn.Module, whole: bool) -> tuple[Callable, str]:
@@ -376,51 +300,35 @@ def training_loss(
     )
 
 
-def ltx_video(device: str, quick: bool, layers: int | None, exact: bool = False) -> Scenario:
-    """The transformer of LTX-Video: 30 steps of denoising, with guidance."""
-    from diffusers import LTXVideoTransformer3DModel
+def encoding(device: str, quick: bool, layers: int | None, exact: bool = False) -> Scenario:
+    """The hidden states of an encoder."""
+    from transformers import BertConfig, BertModel
 
-    sizes = {"num_attention_heads": 4, "cross_attention_dim": 256, "num_layers": 2} if quick else {}
-    notes = []
-    if layers is not None:
-        sizes["num_layers"] = layers
-        notes.append(f"{layers} of 28 layers")
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+    if quick:
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    all_layers = 2 if quick else 24
+    sizes["num_hidden_layers"] = layers or all_layers
     dtype = torch.float32 if quick or exact else torch.bfloat16
     with created_on(device, dtype):
-        model = LTXVideoTransformer3DModel(**sizes).eval()
-    pixel_frames, pixel_height, pixel_width = (9, 64, 96) if quick else (49, 512, 768)
-    frames, height, width = (pixel_frames - 1) // 8 + 1, pixel_height // 32, pixel_width // 32
-    text, steps = (16, 3) if quick else (128, 30)
-    with created_on(device, dtype):
-        inputs = {
-            "hidden_states": torch.randn(2, frames * height * width, 128),
-            "encoder_hidden_states": torch.randn(2, text, 4096),
-            "timestep": torch.full((2,), 500.0),
-            "encoder_attention_mask": torch.ones(2, text),
-        }
-    inputs |= {
-        "num_frames": frames,
-        "height": height,
-        "width": width,
-        "rope_interpolation_scale": (8 / 25, 32, 32),
-        "return_dict": False,
-    }
+        model = BertModel(BertConfig(**sizes), add_pooling_layer=False).eval()
+    batch, tokens = (2, 16) if quick else (32, 512)
+    ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=device)
 
     @torch.no_grad()
     def step(call: Callable) -> torch.Tensor:
-        return call(**inputs)[0]
+        return call(input_ids=ids).last_hidden_state
 
-    size = "small LTX-Video" if quick else "LTX-Video"
+    title = "small BERT" if quick else "BERT-large shape"
     return Scenario(
-        title=f"{size}, {'fp32' if quick or exact else 'bf16'}: {pixel_frames} frames of "
-        f"{pixel_height}x{pixel_width}, {steps} steps, with guidance (batch 2)",
+        title=f"{title}, {'fp32' if quick or exact else 'bf16'}: {batch}x{tokens} tokens",
         model=model,
         step=step,
         outputs=lambda call: (step(call),),
-        compiled=compiled_blocks(list(model.transformer_blocks), model),
-        integration="diffusers",
-        per_sample=steps,
-        notes=[*notes, BLOCKS_NOTE, "the transformer alone: no text encoder, no autoencoder"],
+        compiled=compiled_whole(model),
+        integration="transformers",
+        notes=[f"{layers} of {all_layers} layers"] * (layers not in (None, all_layers))
+        + ["compiled whole"],
     )
 
 
@@ -432,7 +340,8 @@ SCENARIOS: dict[str, Callable[..., Scenario]] = {
     "llama-prefill": prefill,
     "llama-decode": decode,
     "llama-training": training,
-    "ltx-video": ltx_video,
+    "bert": encoding,
+    **{kind: partial(denoising, kind=kind) for kind in DENOISERS},
     **{
         f"{kind.lower()}-{factory.__name__}-whole": partial(factory, kind=kind, whole=True)
         for kind in WHOLE

@@ -1,0 +1,175 @@
+"""Transformers of image and video models, of which one step of denoising is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from .models import BLOCKS_NOTE, Scenario, compiled_blocks, created_on
+
+
+@dataclass
+class Denoiser:
+    """One model, and what goes into it.
+
+    Attributes:
+        title: Model and what is made, for the table.
+        name: Of its class in diffusers.
+        inputs: Makes them, of the full size or `quick`.
+        small: What differs in a small model.
+        layers: The arguments that say how many blocks there are.
+        steps: Of one sample, which is what the table gives; one: a step by itself.
+    """
+
+    title: str
+    name: str
+    inputs: Callable[[bool], dict]
+    small: dict
+    layers: tuple[str, ...] = ("num_layers",)
+    steps: int = 1
+    sizes: dict = field(default_factory=dict)
+
+
+def _grid(*sizes: int) -> torch.Tensor:
+    """The positions of tokens along each dimension: [tokens, dimensions]."""
+    return torch.cartesian_prod(*(torch.arange(float(size)) for size in sizes))
+
+
+def _ltx_inputs(quick: bool) -> dict:
+    frames, height, width = (2, 2, 3) if quick else (7, 16, 24)
+    text = 16 if quick else 128
+    return {
+        "hidden_states": torch.randn(2, frames * height * width, 128),
+        "encoder_hidden_states": torch.randn(2, text, 4096),
+        "timestep": torch.full((2,), 500.0),
+        "encoder_attention_mask": torch.ones(2, text),
+        "num_frames": frames,
+        "height": height,
+        "width": width,
+        "rope_interpolation_scale": (8 / 25, 32, 32),
+    }
+
+
+def _flux_inputs(quick: bool) -> dict:
+    side, text = (4, 5) if quick else (64, 512)
+    return {
+        "hidden_states": torch.randn(1, side * side, 64),
+        "encoder_hidden_states": torch.randn(1, text, 32 if quick else 4096),
+        "pooled_projections": torch.randn(1, 768),
+        "timestep": torch.full((1,), 0.5),
+        "guidance": torch.full((1,), 3.5),
+        "img_ids": _grid(1, side, side),
+        "txt_ids": torch.zeros(text, 3),
+    }
+
+
+def _flux2_inputs(quick: bool) -> dict:
+    side, text = (4, 5) if quick else (64, 512)
+    return {
+        "hidden_states": torch.randn(1, side * side, 128),
+        "encoder_hidden_states": torch.randn(1, text, 32 if quick else 15360),
+        "timestep": torch.full((1,), 0.5),
+        "guidance": torch.full((1,), 3.5),
+        "img_ids": _grid(1, side, side, 1),
+        "txt_ids": torch.zeros(text, 4),
+    }
+
+
+def _qwen_image_inputs(quick: bool) -> dict:
+    side, text = (4, 5) if quick else (64, 256)
+    return {
+        "hidden_states": torch.randn(1, side * side, 64),
+        "encoder_hidden_states": torch.randn(1, text, 32 if quick else 3584),
+        "encoder_hidden_states_mask": torch.ones(1, text).bool(),
+        "timestep": torch.full((1,), 0.5),
+        "img_shapes": [(1, side, side)],
+    }
+
+
+def _wan_inputs(quick: bool) -> dict:
+    sizes = (2, 8, 8) if quick else (9, 60, 104)
+    return {
+        "hidden_states": torch.randn(1, 16, *sizes),
+        "encoder_hidden_states": torch.randn(1, 5 if quick else 512, 32 if quick else 4096),
+        "timestep": torch.full((1,), 500.0),
+    }
+
+
+_HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
+_IMAGE = {**_HEADS, "joint_attention_dim": 32, "num_layers": 2}
+_STREAMS = ("num_layers", "num_single_layers")
+
+DENOISERS = {
+    "ltx-video": Denoiser(
+        "LTX-Video: 49 frames of 512x768, 30 steps, with guidance (batch 2)",
+        "LTXVideoTransformer3DModel",
+        _ltx_inputs,
+        {"num_attention_heads": 4, "cross_attention_dim": 256, "num_layers": 2},
+        steps=30,
+    ),
+    "flux": Denoiser(
+        "FLUX.1-dev shape: one step of 1024x1024",
+        "FluxTransformer2DModel",
+        _flux_inputs,
+        {**_IMAGE, "num_single_layers": 2, "axes_dims_rope": (4, 6, 6)},
+        _STREAMS,
+        sizes={"guidance_embeds": True},
+    ),
+    "flux2": Denoiser(
+        "FLUX.2-dev shape: one step of 1024x1024",
+        "Flux2Transformer2DModel",
+        _flux2_inputs,
+        {**_IMAGE, "num_single_layers": 2, "axes_dims_rope": (4, 4, 4, 4)},
+        _STREAMS,
+    ),
+    "qwen-image": Denoiser(
+        "Qwen-Image shape: one step of 1024x1024",
+        "QwenImageTransformer2DModel",
+        _qwen_image_inputs,
+        {**_IMAGE, "axes_dims_rope": (4, 6, 6)},
+    ),
+    "wan": Denoiser(
+        "Wan2.1-14B shape: one step of 33 frames of 480x832",
+        "WanTransformer3DModel",
+        _wan_inputs,
+        {**_HEADS, "text_dim": 32, "ffn_dim": 64, "num_layers": 2},
+    ),
+}
+
+
+def denoising(
+    device: str, quick: bool, layers: int | None, exact: bool = False, *, kind: str
+) -> Scenario:
+    """A step of the transformer alone, without text encoder and autoencoder."""
+    import diffusers
+
+    denoiser = DENOISERS[kind]
+    make = getattr(diffusers, denoiser.name)
+    sizes = {**denoiser.sizes, **(denoiser.small if quick else {})}
+    notes = []
+    if layers is not None:
+        sizes |= dict.fromkeys(denoiser.layers, layers)
+        notes.append(f"{layers} layers of each kind")
+    dtype = torch.float32 if quick or exact else torch.bfloat16
+    with created_on(device, dtype):
+        model = make(**sizes).eval()
+        inputs = denoiser.inputs(quick)
+
+    @torch.no_grad()
+    def step(call: Callable) -> torch.Tensor:
+        return call(**inputs, return_dict=False)[0]
+
+    title, _, made = denoiser.title.partition(":")
+    blocks = [m for m in model.modules() if type(m).__name__ in model._repeated_blocks]
+    return Scenario(
+        title=f"{'small ' if quick else ''}{title}, {'fp32' if quick or exact else 'bf16'}:{made}",
+        model=model,
+        step=step,
+        outputs=lambda call: (step(call),),
+        compiled=compiled_blocks(blocks, model),
+        integration="diffusers",
+        per_sample=denoiser.steps,
+        notes=[*notes, BLOCKS_NOTE, "the transformer alone: no text encoder, no autoencoder"],
+    )

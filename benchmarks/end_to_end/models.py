@@ -1,0 +1,86 @@
+"""What a scenario is, and how its model is made and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from .batch import Batches
+from .measure import nothing
+
+
+@dataclass
+class Scenario:
+    """One thing to time.
+
+    Attributes:
+        title: Model, shape and dtype, for the table.
+        model: With its weights, on the device.
+        step: Runs it once, with the model to call: the model itself, or compiled.
+        outputs: What must agree with the plain model's, from a run of its own, with what to call.
+        compiled: Compiles the model in place, and returns what to call and what undoes it.
+        integration: The part of fuselage.integrations that patches it.
+        variants: Names of what is patched, and the options of `patch`. Each replaces more than the
+            one before.
+        before: What each step needs before it, and what is not timed.
+        per_sample: Steps in what the table calls one sample, such as the steps of a denoising.
+        batches: What finds the largest batch, for the plain model and the last variant.
+        notes: What a reader must know: sizes that were reduced, and how it was compiled.
+    """
+
+    title: str
+    model: torch.nn.Module
+    step: Callable[[Callable], object]
+    outputs: Callable[[Callable], tuple[torch.Tensor, ...]]
+    compiled: Callable[[], tuple[Callable, Callable[[], None]]]
+    integration: str
+    before: Callable[[], object] = nothing
+    per_sample: int = 1
+    batches: Batches | None = None
+    variants: dict[str, dict] = field(default_factory=lambda: {"fuselage": {}})
+    notes: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def created_on(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """Weights are made where they stay, and in their dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def compiled_blocks(blocks: list[torch.nn.Module], model: torch.nn.Module):
+    """Compiles the blocks, which are alike, one by one: once for all of them."""
+
+    def compile() -> tuple[Callable, Callable[[], None]]:
+        torch._dynamo.reset()
+        for block in blocks:
+            block.compile(fullgraph=True)
+
+        def undo() -> None:
+            for block in blocks:
+                block._compiled_call_impl = None
+
+        return model, undo
+
+    return compile
+
+
+BLOCKS_NOTE = "compiled block by block (fullgraph), as all blocks are alike"
+
+
+def compiled_whole(model: torch.nn.Module, mode: str = "default"):
+    """Compiles the model, masks included."""
+
+    def compile() -> tuple[Callable, Callable[[], None]]:
+        torch._dynamo.reset()
+        return torch.compile(model, mode=mode), torch._dynamo.reset
+
+    return compile
