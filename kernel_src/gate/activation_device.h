@@ -1,54 +1,14 @@
-// What the GPU's kernels of the gate family are made of: what activation_math.h computes with,
-// activations that are known at run time, vectors of rows, and the bias.
+// What the GPU's kernels of the gate family are made of: activations that are known at run time,
+// vectors of rows, and the bias.
 #pragma once
 
 #include "common/gpu_compat.h"
+#include "common/gpu_math.h"
 #include "common/vector.h"
 #include "gate/activation_math.h"
 
 namespace fuselage {
 namespace {
-
-// What activation_math.h computes with. Where the result has 11 bits or fewer, e^v may be wrong by
-// as much as a rounding of v makes it: one instruction instead of about eight.
-template <typename T>
-struct GpuMath {
-  using Floats = float;
-  // The same for all types of this size.
-  using Shared = GpuMath<std::conditional_t<sizeof(T) == sizeof(float), float, float16>>;
-  static constexpr bool kRoundsToHalf = sizeof(T) < sizeof(float);
-  static __device__ __forceinline__ float exp_negative(float v) {
-    if constexpr (!kRoundsToHalf) return expf(v);
-    return exp2_approximate(1.4426950408889634f * v);
-  }
-  static __device__ __forceinline__ float exp_minus_half_square(float v) {
-    if constexpr (!kRoundsToHalf) return expf(-0.5f * v * v);
-    return exp2_approximate(-0.7213475204444817f * v * v);
-  }
-  static __device__ __forceinline__ float reciprocal(float v) {
-    if constexpr (!kRoundsToHalf) return 1.0f / v;
-    return reciprocal_of_normal(v);
-  }
-  static __device__ __forceinline__ float quotient(float u, float v) {
-    return u * reciprocal_of_normal(v);
-  }
-  static __device__ __forceinline__ float absolute(float v) { return fabsf(v); }
-  static __device__ __forceinline__ float minus_absolute(float v) { return -fabsf(v); }
-  static __device__ __forceinline__ float at_most(float v, float limit) { return fminf(v, limit); }
-  static __device__ __forceinline__ float at_least(float v, float limit) { return fmaxf(v, limit); }
-  static __device__ __forceinline__ float if_below(float v, float limit, float x, float y) {
-    return v < limit ? x : y;
-  }
-  static __device__ __forceinline__ float if_at_most(float v, float limit, float x, float y) {
-    return v <= limit ? x : y;
-  }
-  static __device__ __forceinline__ float if_above(float v, float limit, float x, float y) {
-    return v > limit ? x : y;
-  }
-  static __device__ __forceinline__ float if_negative(float v, float x, float y) {
-    return v < 0.0f ? x : y;
-  }
-};
 
 // A vector of a row on its way, as Loading, for aligned rows whose last vector may be incomplete
 // too.
