@@ -130,6 +130,19 @@ class AdaLayerNorm(AdaptiveSizes, Benchmark):
     verify_one_row = verify_small = verify_medium = verify_large = reference
 
 
+class GatedRmsNorm(Sizes, Benchmark):
+    def fused(self) -> None:
+        self.out = self.kernel.gated_rms_norm(self.x, self.residual, self.weight, EPS)
+
+    def reference(self) -> torch.Tensor:
+        x, weight = self.x.float(), self.weight.float()
+        normalised = F.rms_norm(x, weight.shape, weight, EPS)
+        return (normalised * F.silu(self.residual.float())).to(self.x.dtype)
+
+    benchmark_one_row = benchmark_small = benchmark_medium = benchmark_large = fused
+    verify_one_row = verify_small = verify_medium = verify_large = reference
+
+
 class GateResidualAdaNorm(AdaptiveSizes, Benchmark):
     def fused(self) -> None:
         self.out, self.new_residual = self.kernel.gate_residual_ada_norm(

@@ -38,6 +38,30 @@ def fused_add_rms_norm(
     return rms_norm(new_residual, weight, eps, **options), new_residual
 
 
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    cast_before_weight: bool = False,
+) -> Tensor:
+    """`Qwen3NextRMSNormGated` of transformers, or its `Zamba2RMSNormGated`, with
+    `cast_before_weight`; else its `FalconH1RMSNormGated`."""
+    a = (F.silu if activation == "silu" else torch.sigmoid)(gate.float())
+    n = x.float() if norm_before_gate else x.float() * a
+    n = n.unflatten(-1, (-1, group_size or max(x.shape[-1], 1)))
+    n = (n * torch.rsqrt(n.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
+    if cast_before_weight:
+        n = n.to(x.dtype)
+    if weight is not None:
+        n = (weight if cast_before_weight else weight.float()) * n
+    return (n * a if norm_before_gate else n).to(x.dtype)
+
+
 def poly_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6, *, mul: Tensor | None = None
 ) -> Tensor:

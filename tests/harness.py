@@ -62,6 +62,7 @@ def assert_close(
     *,
     terms: Tensor | None = None,
     inner_rounding: torch.dtype | None = None,
+    inner_roundings: int = 1,
 ) -> None:
     """`actual` is the float64 `expected`, rounded once, but for float32 noise.
 
@@ -69,12 +70,13 @@ def assert_close(
         terms: The size of the largest terms of a sum, where that is larger than the sum.
         inner_rounding: A dtype that the formula rounds to on the way. Noise may turn a few of these
             roundings the other way, and the results after them; all others have the same bits.
+        inner_roundings: So many, one after the other.
     """
     assert actual.shape == expected.shape, f"{label}: {tuple(actual.shape)} {tuple(expected.shape)}"
     terms = expected.abs() if terms is None else torch.maximum(terms, expected.abs())
     bound = half_an_ulp(expected, actual.dtype) + FLOAT32_ROUNDINGS * UNIT[torch.float32] * terms
     if inner_rounding in HALVES:
-        bound = bound + 2 * UNIT[inner_rounding] * expected.abs()
+        bound = bound + 2 * inner_roundings * UNIT[inner_rounding] * expected.abs()
         rounded = expected.to(actual.dtype)
         off = (actual.double() - rounded.double()).abs() > FLOAT32_ROUNDINGS * UNIT[
             torch.float32
@@ -82,7 +84,8 @@ def assert_close(
         count = expected[off].unique().numel()
         # Half precision has few values: one that lies on a boundary takes with it all of its row
         # that have its size, of normal numbers up to one in 64.
-        limit = max(2, math.ceil(TIES[inner_rounding] * off.numel()), off.shape[-1] // 64)
+        ties = math.ceil(inner_roundings * TIES[inner_rounding] * off.numel())
+        limit = max(2, ties, off.shape[-1] // 64)
         assert count <= limit, f"{label}: {count} of {off.numel()} rounded differently, {limit=}"
     value = actual.double()
     same = (value == expected) | (value.isnan() & expected.isnan())
@@ -132,6 +135,7 @@ class Operator:
     roundings: tuple[
         str, ...
     ] = ()  # options that only round on the way: gradients know nothing of them
+    inner_roundings: int = 1  # of the formula with cast_before_weight
     output_terms: Callable | None = None  # sizes of the terms of the outputs, see assert_close
     gradient_terms: Callable | None = None  # sizes of the terms of the gradients, likewise
     saved: tuple[str, ...] = ()  # what may be kept for the backward
@@ -256,7 +260,12 @@ def check_values(op: Operator, kernel, inputs: dict, options: dict) -> dict[str,
         assert output.dtype == wanted and output.device == inputs[op.main].device, name
         assert output.is_contiguous(), f"{name} has strides {output.stride()}"
         assert_close(
-            output, expected[name], name, terms=terms.get(name), inner_rounding=inner_rounding
+            output,
+            expected[name],
+            name,
+            terms=terms.get(name),
+            inner_rounding=inner_rounding,
+            inner_roundings=op.inner_roundings,
         )
     return outputs
 

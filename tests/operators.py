@@ -128,6 +128,63 @@ FUSED_ADD_RMS_NORM = Operator(
     saved=("new_residual", "weight", "rstd"),
 )
 
+# Groups do not divide every size of the shared tests: tests/norm/test_gated_rms_norm.py has them.
+GATED_RMS_NORM_STYLES = {
+    "torch": Style(),
+    "qwen3_next": Style(options={"cast_before_weight": True}),
+    "sigmoid": Style(inputs={"weight": torch.float32}, options={"activation": "sigmoid"}),
+    "gate_first": Style(options={"norm_before_gate": False}),
+    "mamba2": Style(options={"norm_before_gate": False, "cast_before_weight": True}),
+    "no_weight": Style(
+        inputs={"weight": None}, options={"norm_before_gate": False, "activation": "sigmoid"}
+    ),
+}
+
+
+def gated_rms_norm_inputs(shape, dtype, device, *, weight="same", **_):
+    inputs = rms_norm_inputs(shape, dtype, device, weight=weight)
+    return {"x": inputs["x"], "gate": normal(shape, dtype, device), "weight": inputs["weight"]}
+
+
+def _gated_rms_norm_samples(kernel, device):
+    """(op, arguments) of everything that is registered, for opcheck."""
+    ops = kernel.norm.ops
+    for dtype, weight_dtype, shape, first, group_size in (
+        (torch.float32, torch.float32, (3, 8), True, None),
+        (torch.bfloat16, torch.float32, (2, 3, 6), False, 2),
+        (torch.float16, None, (4, 16), False, None),
+    ):
+        x, gate, weight = gated_rms_norm_inputs(shape, dtype, device, weight=weight_dtype).values()
+        how = (7 if first else 2, first, group_size)
+        yield ops.gated_rms_norm.default, (x, gate, weight, 1e-6, *how, True)
+        rstd = torch.rand(x.numel() // (group_size or shape[-1]), device=device) + 0.5
+        for needs in ((True, True, True), (True, False, False), (False, True, True)):
+            yield ops.gated_rms_norm_bwd.default, (x, x, gate, weight, rstd, *how, *needs)
+        for requires_grad in (False, True):
+            leaves = [
+                t if t is None else t.clone().requires_grad_(requires_grad)
+                for t in (x, gate, weight)
+            ]
+            yield ops.gated_rms_norm_fwd.default, (*leaves, 1e-6, *how, False)
+
+
+GATED_RMS_NORM = Operator(
+    name="gated_rms_norm",
+    make_inputs=gated_rms_norm_inputs,
+    reference=reference.gated_rms_norm,
+    eager=eager.gated_rms_norm,
+    row_inputs=("x", "gate"),
+    vector_inputs=("weight",),
+    outputs=("out",),
+    styles=GATED_RMS_NORM_STYLES,
+    roundings=("cast_before_weight",),
+    inner_roundings=2,
+    output_terms=reference.gated_rms_norm_terms,
+    gradient_terms=reference.gated_rms_norm_terms,
+    saved=("x", "gate", "weight", "rstd"),
+    samples=_gated_rms_norm_samples,
+)
+
 # PolyNorm
 
 POLY_NORM_STYLES = {
@@ -823,6 +880,7 @@ LINEAR_CROSS_ENTROPY = dataclasses.replace(
 OPERATORS = (
     RMS_NORM,
     FUSED_ADD_RMS_NORM,
+    GATED_RMS_NORM,
     LAYER_NORM,
     FUSED_ADD_LAYER_NORM,
     GATE_RESIDUAL_ADA_NORM,

@@ -10,6 +10,7 @@
 #include "gate/activation_policy.h"
 #include "loss/cross_entropy_policy.h"
 #include "norm/ada_norm_policy.h"
+#include "norm/gated_rms_norm_policy.h"
 #include "norm/poly_norm_policy.h"
 #include "norm/rms_norm_policy.h"
 #include "norm/row_forward_policy.h"
@@ -439,6 +440,52 @@ void poly_norm(const DeviceInfo& device, Report& report) {
   }
 }
 
+void gated_rms_norm(const DeviceInfo& device, Report& report) {
+  for (const DType dtype : kDTypes) {
+    for_each_layout([&](int64_t dim, int64_t rows, int64_t stride, int offset) {
+      for (const int64_t groups : {1, 3, 8, 1000}) {
+        if (is_huge(rows, groups * dim)) continue;
+        GatedRmsNormForward p{};
+        GatedRmsNormBackward b{};
+        p.x = b.x = at(offset), p.gate = b.gate = at(), p.weight = b.weight = at();
+        p.out = at(), b.grad_out = b.grad_x = b.grad_gate = at();
+        p.rows = b.rows = rows, p.groups = b.groups = groups, p.dim = b.dim = dim;
+        p.x_stride = b.x_stride = stride * groups;
+        p.gate_stride = b.gate_stride = b.grad_out_stride = dim * groups;
+        p.dtype = p.weight_dtype = b.dtype = b.weight_dtype = dtype;
+        report.begin(shape_of(dim, rows, stride, offset, dtype, dtype, false));
+        const int size = dtype_size(dtype), vector = 16 / size;
+        const std::vector<Rows> tensors{{p.x, p.x_stride, dim, size},
+                                        {p.gate, p.gate_stride, dim, size},
+                                        {p.out, dim, dim, size}};
+        expect_aligned(report, is_aligned(p), tensors);
+        expect_aligned(report, is_aligned(b), tensors);
+        const auto expect = [&](const GatedRmsNormPolicy& row, int max_threads, int vectors,
+                                int shared_bytes) {
+          expect_legal_rows(report, device,
+                            {row.blocks, 1, row.threads_per_row, row.rows_per_block,
+                             shared_bytes + kGatedNormArrayBytes, 1},
+                            max_threads);
+          report.expect(row.streamed || int64_t{row.threads_per_row} * vectors * vector >= dim,
+                        "columns without a thread");
+        };
+        const GatedRmsNormPolicy forward = gated_rms_norm_forward_policy(p);
+        expect(forward, kGatedNormForwardThreads, kGatedNormForwardVectors, 0);
+        const GatedRmsNormBackwardPolicy backward = gated_rms_norm_backward_policy(device, b);
+        expect(backward.row, kGatedNormBackwardThreads, kGatedNormBackwardVectors,
+               backward.shared_bytes);
+        report.expect(backward.shares <= rows && backward.partials >= backward.shares,
+                      "blocks without a row, or a partial sum");
+        p.rows = b.rows = 1;
+        report.expect(gated_rms_norm_forward_policy(p).threads_per_row == forward.threads_per_row &&
+                          gated_rms_norm_backward_policy(device, b).row.threads_per_row ==
+                              backward.row.threads_per_row,
+                      "the order of a row's sum depends on the number of rows");
+      }
+    });
+  }
+}
+
 void shard_norm(const DeviceInfo& device, Report& report) {
   for (const DType dtype : kDTypes) {
     for_each_layout([&](int64_t dim, int64_t rows, int64_t stride, int offset) {
@@ -695,6 +742,7 @@ const Family kFamilies[] = {
     {"ada_norm forward", ada_norm_forward},
     {"ada_norm backward", ada_norm_backward},
     {"poly_norm", poly_norm},
+    {"gated_rms_norm", gated_rms_norm},
     {"shard_norm", shard_norm},
     {"activation", activation},
     {"rotary", rotary},

@@ -84,6 +84,88 @@ def rms_norm_gradient_terms(
     return {"x": sizes, "residual": sizes, "weight": (grad_out * xhat).sum_to_size(s.shape[-1])}
 
 
+GATES = {
+    "silu": torch.nn.functional.silu,
+    # The slope of a sigmoid near one has no digits: each side from where it is near zero.
+    "sigmoid": lambda u: torch.where(u < 0, torch.sigmoid(u), 1 - torch.sigmoid(-u)),
+}
+
+
+def _in_groups(group_size: int | None, *tensors: Tensor | None) -> list[Tensor | None]:
+    """Tensors `[..., dim]` as `[..., groups, group_size]`."""
+    return [
+        None if t is None else t.unflatten(-1, (-1, group_size or max(t.shape[-1], 1)))
+        for t in tensors
+    ]
+
+
+def gated_rms_norm(
+    x: Tensor,  # [..., dim]
+    gate: Tensor,  # [..., dim]
+    weight: Tensor | None = None,  # [dim]
+    eps: float = 1e-6,
+    *,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    cast_before_weight: bool = False,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Norm first, cast_before_weight rounds the product with a weight of `dtype`, too."""
+    a = GATES[activation](gate)
+    s = x if norm_before_gate else x * a
+    (grouped,) = _in_groups(group_size, s)
+    out = rms_norm(grouped, None, eps, dtype=dtype, cast_before_weight=cast_before_weight)
+    out = out.flatten(-2)
+    if weight is not None:
+        out = out * weight
+    if not norm_before_gate:
+        return out
+    return (round_to(dtype, out) if cast_before_weight else out) * a
+
+
+def gated_rms_norm_terms(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    grad_out: Tensor | None = None,
+    **_,
+):
+    """The sizes of the terms of the result, or of the gradients: as in rms_norm_gradient_terms, and
+    what noise in the gate makes of its activation and slope."""
+    # Below `tiny` a float32 has fewer bits: sigmoids, and their products.
+    tiny, most = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+    finite = gate.clamp(-most, most)
+    small = tiny * (1 + finite.abs())
+    # Below it, and so of gates from 87 on, a GPU takes e^-|gate| for zero in half precision: an
+    # error of that size, where others are of its 2^-24. From 104 on it is zero in any case.
+    small = torch.where((finite.abs() > 87) & (finite.abs() < 104), 2**24 * small, small)
+    a, slope = (t + small for t in _terms(GATES[activation], finite, finite.abs()))
+    s = x if norm_before_gate else x * GATES[activation](gate)
+    x, s, a, slope, grad_out, weight = _in_groups(
+        group_size, x.abs() + tiny, s, a, slope, grad_out, weight
+    )
+    rstd = 1 / torch.sqrt(s.pow(2).mean(-1, keepdim=True) + eps)
+    weight = torch.ones_like(x) if weight is None else weight.abs()
+    if grad_out is None:
+        return ((x * a + tiny) * rstd * weight).flatten(-2)
+    t = grad_out.abs() * x * a * rstd
+    mean = (t * weight).mean(-1, keepdim=True)
+    g = grad_out.abs() * weight
+    if norm_before_gate:
+        of_x, of_gate = rstd * (g * a + x * rstd * mean), g * x * rstd * slope
+    else:
+        of_s = rstd * (g + x * a * rstd * mean) + tiny
+        of_x, of_gate = of_s * a, of_s * x * slope
+    sizes = {"x": of_x, "gate": of_gate, "weight": t.sum_to_size(t.shape[-2:])}
+    return {name: size.flatten(-2) for name, size in sizes.items()}
+
+
 def _poly_norm_parts(x: Tensor, eps: float) -> list[Tensor]:
     """N(x^3), N(x^2), N(x), in the order of the weights."""
     powers = (x * x * x, x * x, x)

@@ -16,6 +16,7 @@ NORMS = (
     "fused_add_rms_norm",
     "fused_mul_poly_norm",
     "gate_residual_ada_norm",
+    "gated_rms_norm",
     "grouped_poly_norm",
     "layer_norm",
     "poly_norm",

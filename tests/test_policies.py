@@ -24,6 +24,7 @@ FAMILIES = (
     "ada_norm forward",
     "ada_norm backward",
     "poly_norm",
+    "gated_rms_norm",
     "shard_norm",
     "activation",
     "rotary",

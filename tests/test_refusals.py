@@ -29,6 +29,7 @@ FUNCTIONS = (
     "fused_add_rms_norm_",
     "fused_mul_poly_norm",
     "gate_residual_ada_norm",
+    "gated_rms_norm",
     "geglu",
     "gelu",
     "gelu_and_mul",
@@ -210,7 +211,10 @@ NOT_AN_EPS = (math.nan, math.inf, -math.inf, -1e-6, 1e300)
 @pytest.mark.parametrize(
     ("name", "argument", "values"),
     [
-        *((name, "eps", NOT_AN_EPS) for name in (*RMS_NORMS, *LAYER_NORMS, *POLY_NORMS)),
+        *(
+            (name, "eps", NOT_AN_EPS)
+            for name in ("gated_rms_norm", *RMS_NORMS, *LAYER_NORMS, *POLY_NORMS)
+        ),
         *((name, "weight_offset", (math.nan,)) for name in RMS_NORMS),
         *(
             (name, "alpha", (math.nan,))

@@ -20,6 +20,10 @@ MODULES = {
         "fused_add_rms_norm",
         ("eps", "weight_offset", "cast_before_weight", "out_dtype"),
     ),
+    "RMSNormGated": (
+        "gated_rms_norm",
+        ("eps", "activation", "norm_before_gate", "group_size", "cast_before_weight"),
+    ),
     "LayerNorm": ("layer_norm", ("eps",)),
     "FusedAddLayerNorm": ("fused_add_layer_norm", ("eps",)),
     "AdaLayerNorm": ("ada_layer_norm", ("eps",)),

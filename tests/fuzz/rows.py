@@ -56,6 +56,19 @@ def _rms(draw: Draw, shape, dtype):
     }
 
 
+def _gated(draw: Draw, shape, dtype):
+    first, dim = draw.chance(0.5), shape[-1]
+    sizes = [size for size in (1, 2, 3, 8, 64, dim) if size and dim % size == 0]
+    return {"weight": draw.choice((None, "same", "same", torch.float32))}, {
+        "eps": eps_of(draw),
+        "activation": draw.choice(("silu", "sigmoid")),
+        "norm_before_gate": first,
+        "group_size": draw.choice((None, None, *sizes)),
+        # Norm first there are two roundings, which shared checks do not know.
+        "cast_before_weight": not first and draw.chance(0.3),
+    }
+
+
 def _layer(draw: Draw, shape, dtype):
     kinds = (None, "same", "same", torch.float32)
     eps = eps_of(draw)
@@ -144,6 +157,7 @@ STYLES: dict[str, tuple[Operator, Callable]] = {
     for op, style in (
         (operators.RMS_NORM, _rms),
         (operators.FUSED_ADD_RMS_NORM, _rms),
+        (operators.GATED_RMS_NORM, _gated),
         (operators.LAYER_NORM, _layer),
         (operators.FUSED_ADD_LAYER_NORM, _layer),
         (operators.ADA_LAYER_NORM, _ada),
@@ -305,7 +319,8 @@ def check_outputs(kernel, call: Call) -> dict[str, Tensor]:
 def has_half_math(call: Call) -> bool:
     """Whether activations are computed for a result of half precision."""
     x = call.inputs[call.op.main]
-    return x.is_cuda and x.dtype in HALVES and "norm" not in call.op.name
+    has_gate = "norm" not in call.op.name or call.op.name == "gated_rms_norm"
+    return x.is_cuda and x.dtype in HALVES and has_gate
 
 
 def as_float32(tensors: dict) -> dict:
@@ -399,7 +414,7 @@ def check_repeats(kernel, draw: Draw, call, outputs, grads, grad_outs, requires)
 # docs/limits.md.
 RMS_NORMS = ("rms_norm", "fused_add_rms_norm")
 ADA_NORMS = ("ada_layer_norm", "ada_rms_norm", "gate_residual_ada_norm")
-STAGED = (*RMS_NORMS, "layer_norm", "fused_add_layer_norm", *ADA_NORMS)
+STAGED = (*RMS_NORMS, "gated_rms_norm", "layer_norm", "fused_add_layer_norm", *ADA_NORMS)
 
 
 def is_aligned(t: Tensor) -> bool:

@@ -11,6 +11,7 @@ from operators import (
     FUSED_ADD_RMS_NORM,
     FUSED_MUL_POLY_NORM,
     GATE_RESIDUAL_ADA_NORM,
+    GATED_RMS_NORM,
     LAYER_NORM,
     POLY_NORM,
     RMS_NORM,
@@ -20,6 +21,7 @@ from operators import (
 NORMS = (
     RMS_NORM,
     FUSED_ADD_RMS_NORM,
+    GATED_RMS_NORM,
     LAYER_NORM,
     ADA_LAYER_NORM,
     ADA_RMS_NORM,
@@ -48,7 +50,7 @@ def test_norms(fuselage, device, op, largest, grad_size, dtype, dim):
     scale = most if largest else least
     inputs = op.inputs((5, dim), dtype, device)
     for name in op.row_inputs:
-        if name != "mul":
+        if name not in ("mul", "gate"):
             inputs[name].mul_(scale)
     outputs = check_values(op, fuselage, inputs, {})
     assert all(t.isfinite().all() for t in outputs.values())

@@ -56,7 +56,7 @@ from .linear_loss import (
     linear_log_probs_shard,
 )
 from .loss import LogProbs, cross_entropy, log_probs
-from .norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm
+from .norm import fused_add_rms_norm, fused_add_rms_norm_, gated_rms_norm, rms_norm
 from .poly_norm import fused_mul_poly_norm, grouped_poly_norm, poly_norm
 from .rope import (
     apply_rotary,
@@ -97,6 +97,7 @@ __all__ = [
     "fused_add_rms_norm_",
     "fused_mul_poly_norm",
     "gate_residual_ada_norm",
+    "gated_rms_norm",
     "geglu",
     "gelu",
     "gelu_and_mul",

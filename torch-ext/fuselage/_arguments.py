@@ -77,6 +77,20 @@ def _place(code: types.CodeType) -> tuple:
     return code.co_filename, code.co_firstlineno, code.co_name
 
 
+def number_of(op: str, activation: str, numbers: dict[str, int]) -> int:
+    """The number of an activation, as the ops take it."""
+    try:
+        number = numbers.get(activation)
+    except TypeError:  # not hashable
+        number = None
+    if number is None:
+        refuse_wrong_kinds()
+        raise RuntimeError(
+            f"fuselage::{op}: `activation` must be one of {', '.join(numbers)}, got {activation!r}"
+        )
+    return number
+
+
 def refuse_wrong_kinds() -> None:
     """Raises TypeError if the public function that is running has an argument of the wrong kind."""
     function, frame = _running()

@@ -11,7 +11,7 @@ from typing import Optional
 
 import torch
 
-from ._arguments import refuse_wrong_kinds
+from ._arguments import number_of
 from ._autocast import Rule, register_autocast
 from ._autograd import differentiable, mark_written, needs_grad, refuse_gradient
 from ._fake import like, register_fake_gradients, register_fake_in_place, register_fakes
@@ -55,19 +55,6 @@ _NAMES = {number: name for name, number in _NUMBERS.items()}
 
 
 _GELUS = {"gelu": _GELU, "gelu_tanh": _GELU_TANH}
-
-
-def _number_of(op: str, activation: str, numbers: dict[str, int] = _NUMBERS) -> int:
-    try:
-        number = numbers.get(activation)
-    except TypeError:  # not hashable
-        number = None
-    if number is None:
-        refuse_wrong_kinds()
-        raise RuntimeError(
-            f"fuselage::{op}: `activation` must be one of {', '.join(numbers)}, got {activation!r}"
-        )
-    return number
 
 
 # Plain activations
@@ -265,7 +252,7 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, activation: str = "gelu") -> tor
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020; the MLP of Gemma ("gelu_tanh").
     """
-    return _apply_glu(gate, up, _number_of("geglu", activation, _GELUS))
+    return _apply_glu(gate, up, number_of("geglu", activation, _GELUS))
 
 
 # Fused epilogues
@@ -293,7 +280,7 @@ def bias_act(
 
     Source: the epilogue of a linear layer, as in the MLPs of recommender models.
     """
-    number = _number_of("bias_act", activation)
+    number = number_of("bias_act", activation, _NUMBERS)
     if needs_grad(x, bias):
         return _differentiable_bias_act(x, bias, number)
     return _bias_act(x, bias, number)
@@ -317,7 +304,7 @@ def bias_act_(
     """
     if needs_grad(x, bias):
         refuse_gradient("bias_act_", "bias_act")
-    _bias_act_inplace(x, bias, _number_of("bias_act_", activation))
+    _bias_act_inplace(x, bias, number_of("bias_act_", activation, _NUMBERS))
     mark_written(x)
     return x
 
@@ -348,7 +335,7 @@ def add_mul_act(
 
     Source: the sum of a frozen linear layer and its low-rank adaptation: Hu et al., "LoRA", 2021.
     """
-    number = _number_of("add_mul_act", activation)
+    number = number_of("add_mul_act", activation, _NUMBERS)
     if needs_grad(x, bias) or needs_grad(y):
         return _differentiable_add_mul_act(x, bias, y, alpha, number)
     return _add_mul_act(x, bias, y, alpha, number)
@@ -376,7 +363,7 @@ def add_mul_act_(
     """
     if needs_grad(x, bias) or needs_grad(y):
         refuse_gradient("add_mul_act_", "add_mul_act")
-    _add_mul_act_inplace(x, bias, y, alpha, _number_of("add_mul_act_", activation))
+    _add_mul_act_inplace(x, bias, y, alpha, number_of("add_mul_act_", activation, _NUMBERS))
     mark_written(x)
     return x
 

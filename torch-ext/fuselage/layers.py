@@ -10,7 +10,7 @@ import torch
 
 from .ada_norm import layer_norm
 from .gate import geglu, gelu, gelu_quick, gelu_tanh, silu, swiglu
-from .norm import rms_norm
+from .norm import gated_rms_norm, rms_norm
 from .poly_norm import poly_norm
 from .rope import apply_rotary
 
@@ -45,6 +45,49 @@ class RMSNormZeroCentered(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps, weight_offset=1.0)
+
+
+class RMSNormGated(torch.nn.Module):
+    """Qwen3-Next's gated norm and its kin: rounds the normalised value, then its product with the
+    weight, then that with the gate's activation.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    weight: torch.Tensor
+    variance_epsilon: float
+    activation: str
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gated_rms_norm(
+            hidden_states,
+            gate,
+            self.weight,
+            self.variance_epsilon,
+            activation=self.activation,
+            cast_before_weight=True,
+        )
+
+
+class FusedRMSNormGated(torch.nn.Module):
+    """Kimi Linear's gated norm and its kin, and flash-linear-attention's: float32 throughout."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    weight: torch.Tensor
+    variance_epsilon: float
+    activation: str
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gated_rms_norm(
+            hidden_states,
+            gate,
+            self.weight,
+            self.variance_epsilon,
+            activation=self.activation,
+        )
 
 
 class LayerNorm(torch.nn.Module):

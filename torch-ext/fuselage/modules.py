@@ -10,7 +10,7 @@ from .ada_norm import ada_layer_norm, ada_rms_norm, fused_add_layer_norm, layer_
 from .gate import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from .linear_loss import linear_cross_entropy
 from .loss import cross_entropy
-from .norm import fused_add_rms_norm, rms_norm
+from .norm import fused_add_rms_norm, gated_rms_norm, rms_norm
 from .poly_norm import fused_mul_poly_norm, grouped_poly_norm, poly_norm
 
 
@@ -91,6 +91,73 @@ class FusedAddRMSNorm(RMSNorm):
             cast_before_weight=self.cast_before_weight,
             out_dtype=self.out_dtype,
         )
+
+
+class RMSNormGated(torch.nn.Module):
+    """`gated_rms_norm` with a weight of its own: `(x, gate) -> out`.
+
+    Args:
+        dim: Size of the last dimension.
+        eps: Added to the mean of squares.
+        elementwise_affine: Whether there is a weight, which starts at one.
+        activation, norm_before_gate, group_size, cast_before_weight: As in `gated_rms_norm`.
+        device, dtype: Of the weight.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        *,
+        activation: str = "silu",
+        norm_before_gate: bool = True,
+        group_size: Optional[int] = None,
+        cast_before_weight: bool = False,
+        device=None,
+        dtype: Optional[torch.dtype] = None,
+    ):
+        super().__init__()
+        self.dim = dim
+        self.eps = eps
+        self.activation = activation
+        self.norm_before_gate = norm_before_gate
+        self.group_size = group_size
+        self.cast_before_weight = cast_before_weight
+        weight = (
+            torch.nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+            if elementwise_affine
+            else None
+        )
+        self.register_parameter("weight", weight)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to one."""
+        if self.weight is not None:
+            torch.nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gated_rms_norm(
+            x,
+            gate,
+            self.weight,
+            self.eps,
+            activation=self.activation,
+            norm_before_gate=self.norm_before_gate,
+            group_size=self.group_size,
+            cast_before_weight=self.cast_before_weight,
+        )
+
+    def extra_repr(self) -> str:
+        affine = self.weight is not None
+        text = f"{self.dim}, eps={self.eps}, elementwise_affine={affine}"
+        text += f", activation={self.activation!r}, norm_before_gate={self.norm_before_gate}"
+        if self.group_size is not None:
+            text += f", group_size={self.group_size}"
+        if self.cast_before_weight:
+            text += ", cast_before_weight=True"
+        return text
 
 
 class LayerNorm(torch.nn.Module):

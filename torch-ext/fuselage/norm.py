@@ -1,13 +1,21 @@
-"""Root mean square normalisation, alone and fused with the residual addition before it."""
+"""Root mean square normalisation: alone, fused with the residual addition before it, and gated."""
 
 from __future__ import annotations
 
+import math
 from typing import Optional
 
 import torch
 
+from ._arguments import number_of
 from ._autocast import Norm, register_autocast
-from ._autograd import differentiable, mark_written, needs_grad, refuse_gradient
+from ._autograd import (
+    differentiable,
+    mark_written,
+    needs_grad,
+    refuse_gradient,
+    some_need_grad,
+)
 from ._fake import (
     floats_of_rows,
     like,
@@ -22,6 +30,11 @@ _rms_norm = ops.rms_norm.default
 _rms_norm_bwd = ops.rms_norm_bwd.default
 _fused_add_rms_norm = ops.fused_add_rms_norm.default
 _fused_add_rms_norm_inplace = ops.fused_add_rms_norm_.default
+_gated_rms_norm = ops.gated_rms_norm.default
+_gated_rms_norm_bwd = ops.gated_rms_norm_bwd.default
+
+# The ops take activations as numbers: those of the enum in kernel_src/norm/gated_rms_norm.h.
+_GATES = {"silu": 7, "sigmoid": 2}
 
 
 def rms_norm(
@@ -149,6 +162,68 @@ def fused_add_rms_norm_(
     return x, residual
 
 
+def gated_rms_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: Optional[torch.Tensor] = None,
+    eps: float = 1e-6,
+    *,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+    group_size: Optional[int] = None,
+    cast_before_weight: bool = False,
+) -> torch.Tensor:
+    """Root mean square normalisation with a gate, as in Mamba 2 and gated delta nets.
+
+        n(s) = s / sqrt(mean(s^2, last dim) + eps)
+        out  = n(x) * weight * activation(gate)      norm_before_gate=True
+        out  = n(x * activation(gate)) * weight      norm_before_gate=False
+
+    All arithmetic is in float32. Models differ in the order, and in where they round:
+
+    - `gated_rms_norm(x, gate, weight, eps)` rounds the result: flash-linear-attention's
+      `FusedRMSNormGated`, and Falcon-H1 with its `mamba_norm_before_gate`. With
+      `activation="sigmoid"`: Kimi Linear, Bailing, GLM-5.
+    - `gated_rms_norm(x, gate, weight, eps, cast_before_weight=True)` rounds `n`, its product with
+      the weight, and the result: Qwen3-Next, Qwen3.5, OLMo Hybrid.
+    - `gated_rms_norm(x, gate, weight, eps, norm_before_gate=False)` rounds the result: the
+      `RMSNormGated` of Mamba 2's own code, and Falcon-H1.
+    - `gated_rms_norm(x, gate, weight, eps, norm_before_gate=False, cast_before_weight=True)` rounds
+      `n`, then the result: Mamba 2, Bamba and Granite of transformers. With `group_size`: Zamba 2,
+      Nemotron-H.
+
+    Args:
+        x: `[..., dim]`, float16, bfloat16 or float32. Rows of adjacent elements with one stride
+            between them are read in place; anything else is made contiguous first.
+        gate: Shape, dtype and device of `x`, with strides of its own: a slice of a projection is
+            read in place.
+        weight: `[dim]`, in `x`'s dtype or float32. None multiplies by one.
+        eps: Added to the mean of squares.
+        activation: Of the gate: `"silu"` or `"sigmoid"`.
+        norm_before_gate: Whether `x` is normalised, or its product with the gate.
+        group_size: Columns that are normalised by themselves; it divides `dim`. None: all of them.
+        cast_before_weight: Round `n` to `x`'s dtype before the multiplication by the weight. A gate
+            that comes after it is multiplied with what PyTorch makes of the product: rounded again
+            where the weight is in `x`'s dtype.
+
+    Returns:
+        Shape and dtype of `x`, contiguous. Differentiable (once) in `x`, `gate` and `weight`;
+        roundings count as identity.
+
+    Raises:
+        RuntimeError: A wrong dtype, shape, device or activation, naming the argument, what it must
+            be and what it is.
+
+    Source: Dao and Gu, "Transformers are SSMs", 2024, and its `RMSNormGated`; Yang et al., "Gated
+    Delta Networks", 2024.
+    """
+    number = number_of("gated_rms_norm", activation, _GATES)
+    options = (eps, number, norm_before_gate, group_size, cast_before_weight)
+    if some_need_grad(x, gate, weight):
+        return _differentiable_gated_rms_norm(x, gate, weight, *options)
+    return _gated_rms_norm(x, gate, weight, *options)
+
+
 # Gradients.
 
 
@@ -181,6 +256,17 @@ def _fused_add_rms_norm_backward(ctx, grad_out, grad_new_residual):
     return grad_sum, grad_sum, grad_weight
 
 
+def _save_gated_rms_norm(ctx, inputs, outputs):
+    x, gate, weight, _, *ctx.options, _ = inputs
+    ctx.save_for_backward(x, gate, weight, outputs[1])
+
+
+def _gated_rms_norm_backward(ctx, grad_out):
+    return _gated_rms_norm_bwd(
+        grad_out, *ctx.saved_tensors, *ctx.options, *ctx.needs_input_grad[:3]
+    )
+
+
 _differentiable_rms_norm = differentiable(
     "rms_norm", save=_save_rms_norm, backward=_rms_norm_backward, results=1
 )
@@ -190,9 +276,13 @@ _differentiable_fused_add_rms_norm = differentiable(
     backward=_fused_add_rms_norm_backward,
     results=2,
 )
+_differentiable_gated_rms_norm = differentiable(
+    "gated_rms_norm", save=_save_gated_rms_norm, backward=_gated_rms_norm_backward, results=1
+)
 
 
 register_autocast(Norm(("x",), "weight"), "rms_norm", "rms_norm_fwd")
+register_autocast(Norm(("x", "gate"), "weight"), "gated_rms_norm", "gated_rms_norm_fwd")
 register_autocast(Norm(("x", "residual"), "weight"), "fused_add_rms_norm", "fused_add_rms_norm_fwd")
 
 
@@ -209,7 +299,15 @@ def _fake_fused_add_rms_norm(x, residual, *options):
     return out, like(x), rstd
 
 
+def _fake_gated_rms_norm(x, gate, weight, eps, activation, norm_before_gate, group_size, cast):
+    groups = 1 if group_size is None else x.shape[-1] // group_size
+    rows = math.prod(x.shape[:-1])
+    return like(x), x.new_empty((rows * groups,), dtype=torch.float32)
+
+
 register_fakes("rms_norm", _fake_rms_norm, results=1)
 register_fakes("fused_add_rms_norm", _fake_fused_add_rms_norm, results=2)
 register_fake_in_place("fused_add_rms_norm_")
 register_fake_gradients("rms_norm_bwd")
+register_fakes("gated_rms_norm", _fake_gated_rms_norm, results=1)
+register_fake_gradients("gated_rms_norm_bwd")
