@@ -71,7 +71,7 @@ def recognise_activation(module: torch.nn.Module) -> Found:
     kind = type(module)
     if any(module.children()) or any(True for _ in (*module.parameters(), *module.buffers())):
         return None
-    if not _probe.takes_one_tensor(kind.forward):
+    if not _probe.takes_tensors(kind.forward):
         return None
     looks = _NAME.search(kind.__name__)
     if getattr(module, "inplace", False):
@@ -177,7 +177,7 @@ def recognise_gated_mlp(module: torch.nn.Module) -> Found:
     act_name, act = _child_activation(module, ("act_fn", "activation_fn", "act", "activation"))
     if act is None:
         return "it has no activation of a known name"
-    if not _probe.takes_one_tensor(type(module).forward):
+    if not _probe.takes_tensors(type(module).forward):
         return "its forward takes more than one tensor"
     activation = activation_of(act)
     if activation not in _TWO_INPUTS:
@@ -232,7 +232,7 @@ def _packed_forward(activation: str) -> Callable:
 def recognise_experts_gate(module: torch.nn.Module) -> Found:
     """The `_apply_gate` of a mixture of experts: gpt-oss's clamped one, or halves."""
     method = getattr(type(module), "_apply_gate", None)
-    if method is None or not _probe.takes_one_tensor(method):
+    if method is None or not _probe.takes_tensors(method):
         return None
     plain_ones = _probe.stand_ins(module, None, vars(module)["_modules"])
     x = torch.cat([_probe.random(64, 16) * 2 * scale for scale in _SCALES])

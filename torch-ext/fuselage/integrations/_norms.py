@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from functools import cache, partial
@@ -36,12 +37,13 @@ def recognise_norm(module: torch.nn.Module) -> Found:
     if any(module.children()):
         return None
     kind = type(module).__name__
-    found = _why_not_a_norm(module) or _match(module)
+    found = why_not_a_norm(module, inputs=1) or found_once(module, _probe_styles)
     looks = _NAME.search(kind) and not _OTHER_NAMES.search(kind)
     return found if isinstance(found, Match) or looks else None
 
 
-def _why_not_a_norm(module: torch.nn.Module) -> Optional[str]:
+def why_not_a_norm(module: torch.nn.Module, inputs: int) -> Optional[str]:
+    """The reason, as far as it shows without running the module. `inputs`: tensors it takes."""
     parameters = {**dict(module.named_parameters(recurse=False)), **_tensors(module)}
     if not parameters.keys() <= {"weight", "bias"}:
         return f"it has other parameters than weight and bias: {', '.join(sorted(parameters))}"
@@ -56,8 +58,8 @@ def _why_not_a_norm(module: torch.nn.Module) -> Optional[str]:
         return "it has buffers"
     if not any(name in vars(module) for name in _EPS):
         return f"it has no {', '.join(_EPS[:-1])} or {_EPS[-1]}"
-    if not _probe.takes_one_tensor(type(module).forward):
-        return "its forward takes more than one tensor"
+    if not _probe.takes_tensors(type(module).forward, inputs):
+        return f"its forward does not take {'one tensor' if inputs == 1 else f'{inputs} tensors'}"
     return None
 
 
@@ -75,15 +77,16 @@ def _sizes(module: torch.nn.Module) -> object:
     return getattr(module, "normalized_shape", None) or getattr(module, "dim", None)
 
 
-def _match(module: torch.nn.Module) -> Found:
+def found_once(module: torch.nn.Module, probe: Callable[..., Found]) -> Found:
+    """`probe(module, dim, has_weight, has_bias)`, which norms that are alike share."""
     own = _own(module)
     weight, bias = own.get("weight"), own.get("bias")
     dim = _dim(module, bias if weight is None else weight)
     forward, attributes = type(module).forward, _attributes(module)
-    key = (type(module), forward, attributes, dim, weight is None, bias is None)
+    key = (probe, type(module), forward, attributes, dim, weight is None, bias is None)
     if attributes is not None and key in _found:
         return _found[key]
-    found = _probe_styles(module, dim, weight is not None, bias is not None)
+    found = probe(module, dim, weight is not None, bias is not None)
     if attributes is not None:
         _found[key] = found
     return found
@@ -121,7 +124,7 @@ def _probe_styles(module, dim: int, has_weight: bool, has_bias: bool) -> Found:
             cases.append((plain, x, expected))
         elif how is not None:
             return _probe.cannot(expected, how)
-    for function in _candidates(_parameter_name(type(module)), has_weight, has_bias):
+    for function in _candidates(parameter_names(type(module))[0], has_weight, has_bias):
         if all(_probe.agree(_probe.call(function, p, x.clone()), y) for p, x, y in cases):
             if not _same_slopes(function, type(module).forward, *cases[0][:2]):
                 return "it has other gradients than the norms that fuselage has"
@@ -135,8 +138,9 @@ def _same_slopes(ours: Callable, theirs: Callable, plain, x: torch.Tensor) -> bo
     return _probe.same_slopes(partial(ours, plain, x), partial(theirs, plain, x), leaves)
 
 
-def _parameter_name(kind: type) -> str:
-    return list(kind.forward.__code__.co_varnames)[1] if hasattr(kind.forward, "__code__") else "x"
+def parameter_names(kind: type) -> tuple[str, ...]:
+    """Of the forward, after self."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
 def _candidates(name: str, has_weight: bool, has_bias: bool) -> list[Callable]:
@@ -182,17 +186,17 @@ def _cases(module, dim: int, has_weight: bool, has_bias: bool) -> Iterator[tuple
 # The forwards. Each is made once, so that all norms of a model share one function.
 
 
-def _named(function: Callable, name: str) -> Callable:
-    """The function with its first argument after self called `name`, as that of the original is."""
+def named(function: Callable, *names: str) -> Callable:
+    """The function with its first arguments after self called so, as those of the original are."""
     code = function.__code__
-    variables = (code.co_varnames[0], name, *code.co_varnames[2:])
-    if name in code.co_varnames[2:]:
+    rest = code.co_varnames[1 + len(names) :]
+    if not set(names).isdisjoint(rest):
         return function
-    function.__code__ = code.replace(co_varnames=variables)
+    function.__code__ = code.replace(co_varnames=(code.co_varnames[0], *names, *rest))
     return function
 
 
-def _taken(x: torch.Tensor, weight: Optional[torch.Tensor]) -> bool:
+def taken(x: torch.Tensor, weight: Optional[torch.Tensor]) -> bool:
     """Whether the operators take these; the module's own forward runs on others."""
     fits = weight is None or weight.dtype == x.dtype or weight.dtype == torch.float32
     return fits and _probe.taken(x)
@@ -216,7 +220,7 @@ def _rms_forward(name: str, offset: float, rounding: str) -> Callable:
         weight = getattr(self, "weight", None)
         # Autocast runs F.rms_norm in float32 on a GPU, and the modules around it expect that.
         autocast = isinstance(self, torch.nn.RMSNorm) and _probe.autocasts(x)
-        if autocast or not _taken(x, weight):
+        if autocast or not taken(x, weight):
             if residual is None:
                 return type(self).forward(self, x)
             total = residual + x
@@ -235,7 +239,7 @@ def _rms_forward(name: str, offset: float, rounding: str) -> Callable:
 
     weight = "1 + weight" if offset else "weight"
     what = f"rms_norm ({weight}, rounded {rounding})"
-    return marked(what, _named(forward, name))
+    return marked(what, named(forward, name))
 
 
 @cache
@@ -244,7 +248,7 @@ def _layer_forward(name: str) -> Callable:
 
     def forward(self, x: torch.Tensor, residual: Optional[torch.Tensor] = None):
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
-        plain = not _taken(x, weight) or _probe.autocasts(x)  # as F.rms_norm
+        plain = not taken(x, weight) or _probe.autocasts(x)  # as F.rms_norm
         if residual is not None and (plain or residual.dtype != x.dtype):
             total = residual + x
             return forward(self, total), total
@@ -254,4 +258,4 @@ def _layer_forward(name: str) -> Callable:
             return layer_norm(x, weight, bias, eps_of(self))
         return fused_add_layer_norm(x, residual, weight, bias, eps_of(self))
 
-    return marked(LAYER_NORM, _named(forward, name))
+    return marked(LAYER_NORM, named(forward, name))

@@ -138,13 +138,15 @@ def taken(x: torch.Tensor) -> bool:
     return x.dtype in DTYPES and not left_to_the_compiler()
 
 
-def takes_one_tensor(function: Callable) -> bool:
-    """Whether it can be called with the module and one tensor, and with nothing else."""
+def takes_tensors(function: Callable, count: int = 1) -> bool:
+    """Whether it can be called with the module and so many tensors, and with nothing else."""
     try:
         names = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return False
-    return len(names) == 2 and names[1].kind is names[1].POSITIONAL_OR_KEYWORD
+    return len(names) == 1 + count and all(
+        name.kind is name.POSITIONAL_OR_KEYWORD for name in names[1:]
+    )
 
 
 def agree(actual: object, expected: object, noise: float = 1e-6) -> bool:

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from .. import layers
 from ._attention import recognise_causal_model
 from ._fusion import recognise_fusion
+from ._gated_norms import recognise_gated_norm
 from ._gates import recognise_activation, recognise_experts_gate, recognise_gated_mlp
 from ._loss import recognise_causal_loss
 from ._norms import recognise_norm
@@ -164,6 +165,7 @@ PARTS = (
     recognise_gated_mlp,
     recognise_experts_gate,
     recognise_norm,
+    recognise_gated_norm,
     recognise_activation,
     recognise_rotary_attention,
 )
