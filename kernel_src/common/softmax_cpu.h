@@ -71,5 +71,14 @@ struct CpuFloats {
   }
 };
 
+// e^v for v <= 0; 0 below -87, and NaN for NaN.
+FUSELAGE_INLINE Floats exp_up_to_0(Floats v) {
+  const Floats lowest = broadcast(-87.0f);
+  const auto e = split_exp<CpuVectors>(v > lowest ? v : lowest);
+  const Integers exponent = __builtin_convertvector(e.exponent, Integers);
+  const Floats power = (Floats)((Integers)e.factor + exponent * (1 << 23));
+  return v > lowest ? power : (v == v ? Floats{} : v);
+}
+
 }  // namespace FUSELAGE_ISA
 }  // namespace fuselage::cpu

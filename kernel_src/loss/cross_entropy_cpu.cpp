@@ -82,16 +82,7 @@ static float loss_max(const LossRows& in, int64_t row, bool& has_nan) {
   return max;
 }
 
-// ---- exponentials ----
-
-// e^v for v <= 0; 0 below -87, and NaN for NaN.
-FUSELAGE_INLINE Floats loss_exp(Floats v) {
-  const Floats lowest = broadcast(-87.0f);
-  const auto e = split_exp<CpuVectors>(v > lowest ? v : lowest);
-  const Integers exponent = __builtin_convertvector(e.exponent, Integers);
-  const Floats power = (Floats)((Integers)e.factor + exponent * (1 << 23));
-  return v > lowest ? power : (v == v ? Floats{} : v);
-}
+// ---- logarithms ----
 
 FUSELAGE_INLINE float loss_log_of_sum(double sum) {
   return sum > 0 ? log_of_normal<CpuFloats>(static_cast<float>(sum)) : loss_nan();
@@ -111,7 +102,7 @@ static void loss_forward_row(const CrossEntropyForward& p, int64_t row) {
   double sum = 0, total = 0;
   loss_for_pieces(p.in, row, [&](const float* x, int64_t, int64_t size) {
     sum += sum_vectors(loss_padded(size),
-                       [&](int64_t i, auto) { return loss_exp(load(x + i, AllLanes{}) - max); });
+                       [&](int64_t i, auto) { return exp_up_to_0(load(x + i, AllLanes{}) - max); });
     if (p.smoothing != 0) {
       total += sum_vectors(size, [&](int64_t i, auto lanes) { return load(x + i, lanes); });
     }
@@ -215,7 +206,7 @@ static void loss_backward_row(const LossBackward& p, int64_t row) {
       const Floats lowest = broadcast(-100.0f);  // of probabilities of zero
       factor += f.of_log * (log_prob > lowest ? log_prob : lowest);
     }
-    return loss_exp(log_prob) * factor - f.offset;
+    return exp_up_to_0(log_prob) * factor - f.offset;
   };
   loss_for_pieces(p.in, row, [&](const float* x, int64_t begin, int64_t size) {
     T* grads = target_row + begin;
