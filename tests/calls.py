@@ -72,6 +72,17 @@ def _loss(name: str, dtype, device) -> dict:
     return {**call, "token_weights": weights, **numbers}
 
 
+def _route(dtype, device) -> dict:
+    return {
+        "logits": normal((2, 3, 8), dtype, device),
+        "k": 2,
+        "score": "sigmoid",
+        "bias": normal((8,), dtype, device),
+        "num_groups": 4,
+        "topk_groups": 2,
+    }
+
+
 def call_of(name: str, dtype: torch.dtype, device: str) -> dict:
     """Arguments of a valid call, by name."""
     shape = (2, 3, 8)
@@ -79,6 +90,8 @@ def call_of(name: str, dtype: torch.dtype, device: str) -> dict:
         return _sampling(name, dtype, device)
     if name.endswith(("cross_entropy", "log_probs")):
         return _loss(name, dtype, device)
+    if name == "topk_softmax":
+        return _route(dtype, device)
     if name == "qk_norm_rotary":
         return _qk_norm_rotary(dtype, device)
     if name.startswith("apply_rotary"):

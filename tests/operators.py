@@ -877,6 +877,40 @@ LINEAR_CROSS_ENTROPY = dataclasses.replace(
     samples=_linear_loss_samples,
 )
 
+
+# Choosing experts. Not among OPERATORS: indices are no numbers to compare. tests/route has its
+# tests.
+
+
+def _route_samples(kernel, device):
+    """(op, arguments) of everything the family registers, for opcheck."""
+    ops = kernel.route.ops
+    for dtype, shape, score, groups in (
+        (torch.float32, (3, 16), 0, (None, None)),
+        (torch.bfloat16, (2, 3, 24), 1, (4, 2)),
+        (torch.float16, (5, 7), 0, (None, None)),
+    ):
+        made = normal(shape, dtype, device)
+        bias = normal(shape[-1:], torch.float32, device) if score else None
+        for renormalize in (True, False):
+            options = (3, score, bias, *groups, renormalize)
+            weights, indices = ops.topk_softmax.default(made, *options)
+            yield ops.topk_softmax.default, (made, *options)
+            saved = (made, weights, indices, score, renormalize)
+            yield ops.topk_softmax_bwd.default, (torch.ones_like(weights), *saved)
+            for requires_grad in (False, True):
+                logits = made.clone().requires_grad_(requires_grad)
+                yield ops.topk_softmax_fwd.default, (logits, *options)
+
+
+TOPK_SOFTMAX = dataclasses.replace(
+    LM_HEAD_SAMPLE,
+    name="topk_softmax",
+    row_inputs=("logits",),
+    outputs=("weights", "indices"),
+    samples=_route_samples,
+)
+
 OPERATORS = (
     RMS_NORM,
     FUSED_ADD_RMS_NORM,
@@ -898,6 +932,9 @@ OPERATORS = (
 # Everything that has samples for opcheck.
 SAMPLED = tuple(
     op
-    for op in (*OPERATORS, APPLY_ROTARY, LM_HEAD_SAMPLE, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY)
+    for op in (
+        *(*OPERATORS, APPLY_ROTARY, LM_HEAD_SAMPLE, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY),
+        TOPK_SOFTMAX,
+    )
     if op.samples is not None
 )

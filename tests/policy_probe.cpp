@@ -16,6 +16,7 @@
 #include "norm/row_forward_policy.h"
 #include "norm/shard_norm_policy.h"
 #include "rope/rotary_policy.h"
+#include "route/topk_softmax_policy.h"
 #include "sample/sample_policy.h"
 
 namespace {
@@ -731,6 +732,37 @@ void loss(const DeviceInfo& device, Report& report) {
   }
 }
 
+void topk_softmax(const DeviceInfo& device, Report& report) {
+  for (int experts = 1; experts <= kMaxExperts; ++experts) {
+    const int least = 1, most = std::min(experts, kMaxChosen);
+    for (const int k : {least, most}) {
+      for (const int groups : {least, experts}) {
+        for (const bool in_vectors : {false, true}) {
+          report.begin(std::to_string(experts) + " experts, k " + std::to_string(k));
+          const TopkPolicy policy = topk_policy(experts, k, groups, in_vectors);
+          expect_legal(report, device,
+                       {1, 1, policy.lanes, policy.rows_per_block,
+                        policy.rows_per_block * policy.shared_words * 4, 1},
+                       kTopkThreads);
+          report.expect(policy.lanes * policy.keys >= experts && policy.lanes <= kWarpSize,
+                        "experts without a lane");
+          report.expect(policy.has_shared_keys || (in_vectors && policy.keys == kFewKeys),
+                        "vectors that a lane has no registers for");
+          report.expect(!policy.has_shared_keys || policy.shared_words >= 2 * k + experts + groups,
+                        "keys without memory");
+        }
+      }
+    }
+    for (const bool needs_logits : {false, true}) {
+      const TopkPolicy policy = topk_gradient_policy(experts, needs_logits);
+      expect_legal(report, device,
+                   {1, 1, policy.lanes, policy.rows_per_block,
+                    policy.rows_per_block * policy.shared_words * 4, 1},
+                   kTopkThreads);
+    }
+  }
+}
+
 struct Family {
   const char* name;
   void (*sweep)(const DeviceInfo&, Report&);
@@ -750,6 +782,7 @@ const Family kFamilies[] = {
     {"sampling", sampling},
     {"lm_head", lm_head},
     {"loss", loss},
+    {"topk_softmax", topk_softmax},
 };
 
 std::vector<Device> devices_tuned() {

@@ -32,6 +32,7 @@ FAMILIES = (
     "sampling",
     "lm_head",
     "loss",
+    "topk_softmax",
 )
 
 

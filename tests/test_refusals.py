@@ -57,6 +57,7 @@ FUNCTIONS = (
     "silu_and_mul",
     "swiglu",
     "swiglu_clamped",
+    "topk_softmax",
 )
 # Pure PyTorch, whose functions have checks of their own.
 WITHOUT_OPS = (

@@ -37,6 +37,7 @@ FAMILIES = {
     "sampling": "Sampling",
     "loss": "Loss",
     "linear_loss": "Loss of a head",
+    "route": "Routers",
     "modules": "Modules",
     "layers": "Hub layers",
     "distributed": "Many GPUs",

@@ -14,6 +14,7 @@ static void register_ops(const fuselage::binding::Ops& ops) {
   register_gate_ops(ops);
   register_loss_ops(ops);
   register_rope_ops(ops);
+  register_route_ops(ops);
   register_sample_ops(ops);
   register_tuning_ops(ops);
 }

@@ -196,6 +196,16 @@ __device__ __forceinline__ void row_barrier() {
 #endif
 }
 
+// A barrier for the lanes of a warp: each sees after it what the others wrote before. NOTE: on AMD
+// GPUs it is one for the block, so all of its threads must call it equally often.
+__device__ __forceinline__ void warp_barrier() {
+#if defined(USE_ROCM)
+  __syncthreads();
+#else
+  __syncwarp();
+#endif
+}
+
 #endif  // device compilation
 
 #if defined(__CUDACC__) || defined(__HIPCC__)

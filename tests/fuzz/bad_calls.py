@@ -34,6 +34,8 @@ NUMBERS = {
     "label_smoothing": (-0.1, 1.5, NAN),
     "lse_square_scale": (NAN, INF),
     "max_workspace": (0, -1),
+    "num_groups": (0, -1),
+    "topk_groups": (0, -1),
 }
 # The size of the dimension that these have one element for each of, or one for all.
 PER_ROW = ("temperature", "top_k", "top_p", "min_p", "seed", "offset", "weight_scale")
@@ -164,6 +166,9 @@ def wrong_numbers(argument: str, annotation: str, given: dict) -> Iterator[Bad]:
     if argument == "offset" and "cos" in given and given.get("position_ids") is None:
         for value in (-1, 10**6):
             yield Bad(argument, value, str(value), named=("offset", "cos"))
+    if argument == "k" and annotation == "int":  # and no tensor of keys
+        for value in (0, -1, 65):
+            yield Bad(argument, value, str(value))
     if argument == "out_dtype":
         for dtype in (torch.float64, torch.int32, torch.bool):
             yield Bad(argument, dtype, str(dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import bad_calls, loss, modules, rotary, rows, sampling, tables
+from . import bad_calls, loss, modules, rotary, route, rows, sampling, tables
 from .draw import Draw
 from .judge import Failure, check_untouched
 
@@ -16,6 +16,7 @@ LEFT_OUT = {
     "Sample": "what the samplers return with return_logprobs=True, and checked there",
     "ShardLogProbs": "what linear_log_probs_shard returns, and combine_shard_log_probs takes",
     "ShardSample": "what lm_head_sample_shard returns, and combine_shard_samples takes",
+    "TopK": "what topk_softmax returns, and checked there",
     "distributed": "places models on many processes; tests/distributed",
     "integrations": "patches models; tests/integrations",
     "layers": "for kernelize: their forwards are one call of a function; tests/*/test_*layers.py",
@@ -51,6 +52,8 @@ def make(draw: Draw, name: str, ordinary: bool):
         name = "linear_log_probs"
     if name in LOSSES:
         return loss.make(draw, name, ordinary=ordinary)
+    if name == "topk_softmax":
+        return route.make(draw, ordinary=ordinary)
     if name in TABLES:
         return tables.make(draw, name, ordinary=ordinary)
     if name in SHARDS or name == "lm_head_sample":
@@ -81,6 +84,8 @@ def check_valid(kernel, draw: Draw, name: str) -> None:
         loss.check(kernel, draw, call)
     elif name in LOSS_SHARDS:
         loss.check_shards(kernel, draw, call)
+    elif name == "topk_softmax":
+        route.check(kernel, draw, call)
     elif isinstance(call, sampling.Call):
         sampling.check(kernel, draw, call)
     else:

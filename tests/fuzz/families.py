@@ -210,10 +210,32 @@ def loss_calls(kernel, device: str) -> Calls:
             yield label, partial(call, shape, function, options)
 
 
+def route_calls(kernel, device: str) -> Calls:
+    def call(shape: tuple, options: dict) -> None:
+        rows, experts, dtype = shape
+        leaf = normal((rows, experts), dtype, device).requires_grad_()
+        bias = normal((experts,), torch.float32, device) if "num_groups" in options else None
+        kernel.topk_softmax(leaf, 4, bias=bias, **options).weights.sum().backward()
+
+    for shape in (
+        *((700, 8, HALF), (5, 60, torch.float16), (33, 64, HALF), (9, 129, torch.float32)),
+        *((65, 256, torch.float32), (5, 512, HALF), (7, 1024, torch.float32), (3, 1000, HALF)),
+    ):
+        for options in (
+            {},
+            {"renormalize": False},
+            {"score": "sigmoid", "num_groups": 2 if shape[1] % 2 == 0 else 1, "topk_groups": 1},
+        ):
+            yield f"topk_softmax {shape[0]} x {shape[1]} {options}", partial(call, shape, options)
+
+
 def all_kinds(kernel, device: str) -> list[list[Call]]:
     return [
         *(list(kind(kernel, device)) for kind in (sampling_calls, head_calls, shard_calls)),
-        *(list(kind(kernel, device)) for kind in (loss_calls, rotary_calls, sliced_calls)),
+        *(
+            list(kind(kernel, device))
+            for kind in (loss_calls, route_calls, rotary_calls, sliced_calls)
+        ),
         *(list(row_calls(kernel, device, *shape)) for shape in SHAPES),
         *(list(view_calls(kernel, device, layout)) for layout in VIEWS),
     ]

@@ -28,8 +28,8 @@ class Ops {
     op(name + "(" + arguments + ") -> (" + results + ")", plain);
     op(name + "_fwd(" + arguments + ") -> (" + results + ", " + kept + ")", for_gradient);
   }
-  // `name` and `name_fwd` are one, where the backward needs the inputs alone. torch.compile sees
-  // the latter: a registered autograd would cost every call of the plain op.
+  // `name` and `name_fwd` are one, where the backward needs no more than inputs and results.
+  // torch.compile sees the latter: a registered autograd would cost every call of the plain op.
   void with_fwd(const std::string& schema, Kernel* kernel) const {
     op(schema, kernel);
     op(std::string(schema).insert(schema.find('('), "_fwd"), kernel);
@@ -50,6 +50,7 @@ void register_shard_norm_ops(const Ops& ops);
 void register_gate_ops(const Ops& ops);
 void register_loss_ops(const Ops& ops);
 void register_rope_ops(const Ops& ops);
+void register_route_ops(const Ops& ops);
 void register_sample_ops(const Ops& ops);
 void register_tuning_ops(const Ops& ops);
 

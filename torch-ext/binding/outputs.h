@@ -52,13 +52,16 @@ inline Tensor empty_floats(std::initializer_list<int64_t> sizes, const Tensor& l
   return empty(sizes.begin(), static_cast<int64_t>(sizes.size()), ScalarType::Float, like);
 }
 
-// As `like`, but with so many columns.
-inline Tensor empty_with_columns(const Tensor& like, int64_t columns) {
+// As `like`, but of so many columns and perhaps another type.
+inline Tensor empty_with_columns(const Tensor& like, int64_t columns, ScalarType type) {
   int64_t sizes[kMaxDim];
   const int64_t last = like.dim() - 1;
   for (int64_t i = 0; i < last; ++i) sizes[i] = like.size(i);
   sizes[last] = columns;
-  return empty(sizes, like.dim(), like.scalar_type(), like);
+  return empty(sizes, like.dim(), type, like);
+}
+inline Tensor empty_with_columns(const Tensor& like, int64_t columns) {
+  return empty_with_columns(like, columns, like.scalar_type());
 }
 
 // What stands for an output that was not asked for: ops have no optional results.

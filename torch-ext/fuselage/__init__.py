@@ -65,6 +65,7 @@ from .rope import (
     qk_norm_rotary,
     wan_rotary_tables,
 )
+from .route import TopK, topk_softmax
 from .sampling import (
     Sample,
     ShardSample,
@@ -79,6 +80,7 @@ __all__ = [
     "Sample",
     "ShardLogProbs",
     "ShardSample",
+    "TopK",
     "ada_layer_norm",
     "ada_rms_norm",
     "add_mul_act",
@@ -130,6 +132,7 @@ __all__ = [
     "silu_and_mul",
     "swiglu",
     "swiglu_clamped",
+    "topk_softmax",
     "wan_rotary_tables",
 ]
 

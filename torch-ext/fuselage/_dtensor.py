@@ -371,6 +371,8 @@ RULES: dict[str, Rule] = {
     "cross_entropy_bwd_": _gradient(("logits",), kind=Tokens),
     **_with_gradient("log_probs", _LOSS),
     "log_probs_bwd": _gradient(("logits",), kind=Tokens),
+    **_with_gradient("topk_softmax", Rule(("logits",), ("bias",))),
+    "topk_softmax_bwd": _gradient(("logits", "weights", "indices", "grad_weights")),
     "gumbel_sample": GivenLogits(("logits",), ("bias", "bitmask"), numbers=_OPTIONS),
     "lm_head_sample": Head(("hidden",), ("weight", "weight_scale", "bias"), numbers=_OPTIONS),
     "lm_head_sample_shard": Refused(

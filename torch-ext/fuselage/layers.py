@@ -13,6 +13,7 @@ from .gate import geglu, gelu, gelu_quick, gelu_tanh, silu, swiglu
 from .norm import gated_rms_norm, rms_norm
 from .poly_norm import poly_norm
 from .rope import apply_rotary
+from .route import topk_softmax
 
 
 class RMSNorm(torch.nn.Module):
@@ -245,3 +246,33 @@ class GeGLUMLP(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), activation="gelu_tanh"))
+
+
+class SoftmaxTopKRouter(torch.nn.Module):
+    """`topk_softmax` of a linear layer: `(logits, weights, indices)` of each token.
+
+    For what transformers 5.22.2 gives the name: the router of Qwen3.5-MoE, and that of Laguna,
+    which has a sigmoid, a bias for the choice and soft-capped logits.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    weight: torch.Tensor
+    top_k: int
+    hidden_dim: int
+
+    def forward(self, hidden_states):
+        hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+        router_logits = torch.nn.functional.linear(hidden_states, self.weight)
+        if not hasattr(self, "e_score_correction_bias"):
+            weights, indices = topk_softmax(router_logits, self.top_k)
+            return router_logits, weights.to(router_logits.dtype), indices
+        router_logits = router_logits.float()
+        softcap = self.router_logit_softcapping
+        if softcap > 0.0:
+            router_logits = torch.tanh(router_logits / softcap) * softcap
+        weights, indices = topk_softmax(
+            router_logits, self.top_k, score="sigmoid", bias=self.e_score_correction_bias.float()
+        )
+        return router_logits, weights.to(hidden_states.dtype), indices
