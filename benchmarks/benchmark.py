@@ -363,3 +363,28 @@ class LogProbs(Logits, Benchmark):
 
     benchmark_small = benchmark_large = fused
     verify_small = verify_large = reference
+
+
+class TopkSoftmax(Benchmark):
+    """The router of Qwen3-MoE."""
+
+    seed = 20261121
+
+    def setup_one_token(self) -> None:
+        self.make(1)
+
+    def setup_many_tokens(self) -> None:
+        self.make(16384)
+
+    def make(self, rows: int) -> None:
+        self.logits = torch.randn(rows, 128, device=self.device, dtype=torch.bfloat16)
+
+    def fused(self) -> None:
+        self.out = self.kernel.topk_softmax(self.logits, 8).weights
+
+    def reference(self) -> torch.Tensor:
+        weights, _ = torch.topk(torch.softmax(self.logits.float(), -1), 8, -1)
+        return weights / weights.sum(-1, keepdim=True)
+
+    benchmark_one_token = benchmark_many_tokens = fused
+    verify_one_token = verify_many_tokens = reference

@@ -17,6 +17,7 @@
 #include "norm/poly_norm_cpu.h"
 #include "norm/rms_norm_cpu.h"
 #include "rope/rotary_cpu.h"
+#include "route/topk_softmax_cpu.h"
 #include "sample/sample_cpu.h"
 
 namespace {
@@ -228,6 +229,29 @@ void log_probs() {
   for (const Bytes& result : {found, entropy, log_sum_exp, is_greatest, grad_logits}) write(result);
 }
 
+// logits, float32 bias, float32 grad_weights -> weights, indices, grad_logits
+// Sigmoid scores, the best 2 of 4 groups, and 6 experts.
+void topk_softmax() {
+  constexpr int kChosen = 6;
+  const Bytes logits = read(rows * dim), bias = read(dim, 4);
+  Bytes grad_weights = read(rows * kChosen, 4), weights = buffer(rows * kChosen, 4);
+  Bytes indices = buffer(rows * kChosen, 8), grad_logits = buffer(rows * dim);
+  TopkForward p{};
+  p.logits = {logits.data(), dtype, rows, dim, static_cast<int>(dim)};
+  p.score = Score::sigmoid, p.bias = bias.data(), p.bias_dtype = DType::float32;
+  p.k = kChosen, p.groups = 4, p.group_size = p.logits.experts / 4, p.chosen_groups = 2;
+  p.renormalize = true;
+  p.weights = floats(weights), p.indices = reinterpret_cast<int64_t*>(indices.data());
+  cpu::topk_softmax_forward(p, 0, rows);
+
+  TopkBackward b{};
+  b.logits = p.logits, b.score = p.score, b.k = p.k, b.renormalize = p.renormalize;
+  b.grad_weights = floats(grad_weights), b.weights = p.weights, b.indices = p.indices;
+  b.grad_logits = grad_logits.data();
+  cpu::topk_softmax_backward(b, 0, rows);
+  for (const Bytes& result : {weights, indices, grad_logits}) write(result);
+}
+
 constexpr struct {
   const char* name;
   void (*run)();
@@ -238,7 +262,8 @@ constexpr struct {
             {"apply_rotary", apply_rotary},
             {"gumbel_sample", gumbel_sample},
             {"cross_entropy", cross_entropy},
-            {"log_probs", log_probs}};
+            {"log_probs", log_probs},
+            {"topk_softmax", topk_softmax}};
 
 }  // namespace
 

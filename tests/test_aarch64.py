@@ -23,9 +23,10 @@ from harness import (
 )
 from operators import FUSED_ADD_RMS_NORM, LAYER_NORM, POLY_NORM, SWIGLU
 
-sys.path.insert(0, str(REPO_DIR / "tests/loss"))
+sys.path += [str(REPO_DIR / "tests/loss"), str(REPO_DIR / "tests/route")]
 
 import loss_reference
+import route_reference
 
 COMPILER = shutil.which("aarch64-linux-gnu-g++")
 EMULATOR = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
@@ -171,4 +172,23 @@ def test_losses(probe, name, dtype, vocab):
             assert torch.equal(found[label], value), label
     # In an exponential these are some 32 roundings of its own: twice what a term has.
     terms = 2 * sum(g.abs() for g in grads).max()
+    assert_close(found["grad_logits"], grad, "gradient", terms=terms.expand_as(grad))
+
+
+@pytest.mark.parametrize("experts", (16, 64, 132))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_choice_of_experts(probe, dtype, experts):
+    logits, bias = normal((ROWS, experts), dtype, "cpu"), normal((experts,), torch.float32, "cpu")
+    leaf = logits.double().requires_grad_()
+    options = {"score": "sigmoid", "num_groups": 4, "topk_groups": 2}
+    expected = route_reference.topk_softmax(leaf, 6, bias=bias, **options)
+    assert (expected.gap > 1e-6).all()
+    grad_weights = torch.randn(ROWS, 6)
+    (grad,) = torch.autograd.grad(expected.weights, leaf, grad_weights.double())
+    of_chosen = {"weights": ((ROWS, 6), torch.float32), "indices": ((ROWS, 6), torch.int64)}
+    results = {**of_chosen, "grad_logits": (logits.shape, dtype)}
+    found = run(probe, "topk_softmax", logits.shape, [logits, bias, grad_weights], results)
+    assert torch.equal(found["indices"], expected.indices)
+    assert_close(found["weights"], expected.weights.detach(), "weights")
+    terms = 2 * grad_weights.abs().max()
     assert_close(found["grad_logits"], grad, "gradient", terms=terms.expand_as(grad))

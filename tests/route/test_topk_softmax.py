@@ -168,6 +168,25 @@ def test_many_rows(fuselage, device, dim, style):
     check(fuselage, logits, 2, **options_of(style, dim[1], device))
 
 
+@pytest.mark.slow
+@on_devices([], [8, 1024])
+@pytest.mark.parametrize("style", ["mixtral", "deepseek v3"])
+def test_more_than_2_31_elements(fuselage, device, dim, style):
+    rows = (1 << 31) // dim + 5
+    logits = torch.zeros(rows, dim, dtype=torch.bfloat16, device=device)
+    logits[-7:] = normal((7, dim), torch.bfloat16, device)
+    options = options_of(style, dim, device)
+    leaf, few = logits.requires_grad_(), logits[-7:].detach().requires_grad_()
+    found = fuselage.topk_softmax(leaf, 2, **options)
+    expected = fuselage.topk_softmax(few, 2, **options)
+    assert torch.equal(found.indices[-7:], expected.indices)
+    assert torch.equal(found.weights[-7:], expected.weights)
+    (ours,) = torch.autograd.grad(found.weights[:, 0].sum(), leaf)
+    (theirs,) = torch.autograd.grad(expected.weights[:, 0].sum(), few)
+    assert theirs.any()
+    assert_same_bits(ours[-7:], theirs, "gradient")
+
+
 # Ties
 
 
@@ -323,7 +342,6 @@ def test_only_the_weights_have_a_gradient(fuselage, device, style):
         torch.autograd.grad(weights.sum(), leaf, create_graph=True)
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("style", ["mixtral", "plain softmax", "deepseek v3"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("experts", [40, 64, 520])
