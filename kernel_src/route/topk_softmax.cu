@@ -170,15 +170,16 @@ struct Choice {
   int32_t key;
   int expert;
 
+  // NOTE: without `||` and `&&`, which make branches.
   __device__ __forceinline__ bool comes_before(const Choice& other) const {
-    return key > other.key || (key == other.key && expert < other.expert);
+    return (key > other.key) | ((key == other.key) & (expert < other.expert));
   }
 };
 
 // The first of the choices of `lanes` neighbouring lanes, in every one of them.
 __device__ __forceinline__ Choice first_of_lanes(Choice choice, int lanes) {
 #pragma unroll 1
-  for (int mask = lanes / 2; mask > 0; mask /= 2) {
+  for (int mask = lanes >> 1; mask > 0; mask >>= 1) {
     const Choice other{shuffle_xor(choice.key, mask, lanes),
                        shuffle_xor(choice.expert, mask, lanes)};
     if (other.comes_before(choice)) choice = other;

@@ -63,8 +63,10 @@ def topk_softmax(
     | ERNIE 4.5, LongCat | `bias`; LongCat with `renormalize=False` |
     | gpt-oss, Granite-MoE, whose softmax is that of the chosen | none: it is the same |
 
-    A `routed_scaling_factor` is for the caller to multiply with, and so is a bias of the logits
-    themselves to add, as of gpt-oss.
+    The caller adds what is added to the logits, such as the bias of gpt-oss, and multiplies the
+    weights by a `routed_scaling_factor`. Not covered: Mistral 4 with more than one group, as its
+    softmax groups count for their two largest; the 1e-6 of LFM2-MoE in place of `e`; the scores of
+    DeepSeek-V4; routers that draw noise.
 
     Args:
         logits: `[..., experts]`, float16, bfloat16 or float32, with any row stride; 1 to 1024
@@ -82,8 +84,9 @@ def topk_softmax(
 
     Returns:
         `TopK(weights, indices)`, float32 and int64 `[..., k]`, in descending order of `s + bias`.
-        The weights have a gradient with respect to the logits, in their dtype. With softmax, the
-        weights of a row with NaN or infinity, or with -inf alone, are NaN.
+        The weights have a gradient with respect to the logits, in their dtype. The backward reads
+        them: a change in place makes it raise. With softmax, the weights of a row with NaN or
+        infinity, or with -inf alone, are NaN.
 
     Raises:
         RuntimeError: A wrong dtype, shape, device or option, naming the argument, what it must be
