@@ -343,6 +343,18 @@ def compare_gradients(op: Operator, inputs, options, grad_outs, actual, requires
             assert_close(actual[name], expected[name], f"grad_{name}", terms=terms.get(name))
 
 
+def captured_by_a_graph(run: Callable) -> tuple[torch.cuda.CUDAGraph, tuple]:
+    """A CUDA graph of `run()`, and the results that its replays write."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        return graph, run()
+
+
 def errors(actual: Tensor, expected: Tensor) -> tuple[float, float]:
     """The largest and the root mean square error, of the largest expected value."""
     difference = (actual.double() - expected).abs()

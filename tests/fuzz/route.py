@@ -14,7 +14,7 @@ from .judge import Failure, same_bits, valid_call
 
 # As in tests/route.
 NOISE = 2e-6
-CHOICE_NOISE = 5e-7
+CHOICE_NOISE = 1e-6
 
 
 @dataclass

@@ -8,7 +8,14 @@ import loss_reference as reference
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_same_bits, each_dtype, half_an_ulp, normal, on_devices
+from harness import (
+    assert_same_bits,
+    captured_by_a_graph,
+    each_dtype,
+    half_an_ulp,
+    normal,
+    on_devices,
+)
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -144,14 +151,7 @@ def test_in_a_graph(fuselage, device):
         total = loss + found.log_probs.sum() + found.entropy.sum()
         return loss.detach(), found.log_probs.detach(), torch.autograd.grad(total, leaf)[0]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, captured = captured_by_a_graph(run)
     with torch.no_grad():
         leaf.copy_(normal(leaf.shape, torch.bfloat16, device))
     graph.replay()

@@ -7,16 +7,24 @@ import math
 import pytest
 import route_reference as reference
 import torch
-from harness import LAYOUTS, assert_same_bits, each_dtype, half_an_ulp, normal, on_devices
-from harness import rows_in_layout as rows_in
+from harness import (
+    LAYOUTS,
+    assert_same_bits,
+    captured_by_a_graph,
+    each_dtype,
+    half_an_ulp,
+    normal,
+    on_devices,
+    rows_in_layout,
+)
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 # What float32 arithmetic may lack of a weight or a gradient, relative to its terms: an exponential,
 # a division, and a sum of up to 1024 of them.
 NOISE = 2e-6
-# What of a value that decides about a choice: a score, a bias, and the sum of two.
-CHOICE_NOISE = 5e-7
+# What two values that decide about a choice lack: scores and biases, or sums of two of these.
+CHOICE_NOISE = 1e-6
 
 EXPERTS = (
     1,
@@ -346,7 +354,7 @@ def test_only_the_weights_have_a_gradient(fuselage, device, style):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("experts", [40, 64, 520])
 def test_layouts_have_the_same_bits(fuselage, device, style, layout, experts):
-    logits = rows_in(layout, experts, torch.bfloat16, device)
+    logits = rows_in_layout(layout, experts, torch.bfloat16, device)
     options = options_of(style, experts, device)
     leaf, other = logits.detach().requires_grad_(), logits.contiguous().requires_grad_()
     found = fuselage.topk_softmax(leaf, 5, **options)
@@ -525,14 +533,7 @@ def test_in_a_graph(fuselage, device, style):
         (grad,) = torch.autograd.grad(found.weights, leaf, torch.ones_like(found.weights))
         return found.weights.detach(), found.indices, grad
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, captured = captured_by_a_graph(run)
     with torch.no_grad():
         leaf.copy_(normal((64, 256), torch.bfloat16, device))
     graph.replay()
