@@ -10,16 +10,16 @@
 // or for the sum of its two largest (sigmoid, as in DeepSeek-V3).
 //
 //   weight_j = s_j                                       of the chosen experts, without the bias
-//   weight_j = s_j / (sum of the chosen s + epsilon)     renormalized; epsilon: 0, sigmoid 1e-20
+//   weight_j = s_j / (sum of the chosen s + epsilon)     renormalised; epsilon: 0, sigmoid 1e-20
 //
 // Without a bias c has the order of x, and x is compared, but with groups of sigmoid: scores that
 // are rounded to one number are told apart, and most of them are not computed.
 //
 // The backward, of gradients g of the weights, with mean = sum of g_j weight_j:
 //
-//   softmax, renormalized    x_j: weight_j (g_j - mean)           others: 0
+//   softmax, renormalised    x_j: weight_j (g_j - mean)           others: 0
 //   softmax                  x_j: weight_j (g_j - mean)           others: -s_i mean
-//   sigmoid, renormalized    x_j: weight_j (g_j - mean) (1 - s_j) others: 0
+//   sigmoid, renormalised    x_j: weight_j (g_j - mean) (1 - s_j) others: 0
 //   sigmoid                  x_j: weight_j g_j (1 - s_j)          others: 0
 #pragma once
 
@@ -29,11 +29,12 @@
 
 namespace fuselage {
 
-// Of members that kernels call.
+// Of members that kernels call. NOTE: always inlined, so that no copy of one instruction set serves
+// the others (common/cpu_isa.h).
 #if defined(__CUDACC__) || defined(__HIPCC__)
-#define FUSELAGE_ON_ALL __host__ __device__
+#define FUSELAGE_MEMBER __host__ __device__ __forceinline__
 #else
-#define FUSELAGE_ON_ALL
+#define FUSELAGE_MEMBER __attribute__((always_inline))
 #endif
 
 constexpr int kMaxExperts = 1024;  // a warp has a row in registers
@@ -60,13 +61,13 @@ struct TopkForward {
   float* weights;    // [rows, k]
   int64_t* indices;  // [rows, k]
 
-  FUSELAGE_ON_ALL bool has_limited_groups() const { return chosen_groups < groups; }
+  FUSELAGE_MEMBER bool has_limited_groups() const { return chosen_groups < groups; }
   // Whether experts are compared by scores, and not by logits.
-  FUSELAGE_ON_ALL bool compares_scores() const {
+  FUSELAGE_MEMBER bool compares_scores() const {
     return bias != nullptr || (score == Score::sigmoid && has_limited_groups());
   }
   // Whether the sum over all experts is needed.
-  FUSELAGE_ON_ALL bool sums_scores() const {
+  FUSELAGE_MEMBER bool sums_scores() const {
     return score == Score::softmax && (bias != nullptr || !renormalize);
   }
 };
@@ -82,9 +83,9 @@ struct TopkBackward {
   void* grad_logits;          // [rows, experts], of the logits' dtype
 
   // Whether a weight depends on other logits than its own.
-  FUSELAGE_ON_ALL bool subtracts_mean() const { return score == Score::softmax || renormalize; }
+  FUSELAGE_MEMBER bool subtracts_mean() const { return score == Score::softmax || renormalize; }
   // And on those that were not chosen.
-  FUSELAGE_ON_ALL bool reaches_all() const { return score == Score::softmax && !renormalize; }
+  FUSELAGE_MEMBER bool reaches_all() const { return score == Score::softmax && !renormalize; }
 };
 
 namespace gpu {

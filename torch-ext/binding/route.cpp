@@ -92,9 +92,10 @@ Tensor topk_softmax_bwd(const Tensor& grad_weights, const Tensor& logits, const 
   p.logits = given.logits;
   p.score = check_score(op, score);
   p.renormalize = renormalize;
+  check_rows(op, weights, "weights");
   const int64_t rows = p.logits.rows, k = columns_in(weights);
-  FUSELAGE_CHECK(op, weights.dim() >= 1 && k >= 1 && k <= kMaxChosen,
-                 "`weights` must be what the forward returned, got ", shape_of(weights));
+  FUSELAGE_CHECK(op, k >= 1 && k <= kMaxChosen, "`weights` must be what the forward returned, got ",
+                 shape_of(weights));
   p.k = static_cast<int>(k);
   check_saved(op, "weights", weights, rows * k, logits, "logits", "float32 [", rows, ", ", k, "]");
   check_same_device(op, "indices", indices, logits, "logits");

@@ -44,7 +44,7 @@ def topk_softmax(
 
         s = softmax(logits) or sigmoid(logits)      over all experts, in float32
         indices = topk(s + bias, k)                 of the experts of the best groups, with groups
-        weights = s[indices]                        / (sum(s[indices]) + e) where renormalized
+        weights = s[indices]                        / (sum(s[indices]) + e) where renormalised
 
     where `e` is 0, and 1e-20 of sigmoid.
 
