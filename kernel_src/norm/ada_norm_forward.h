@@ -158,6 +158,7 @@ struct AdaNormOp {
   struct Columns {
     using Loaded = Pair<U>;
     static constexpr int kAhead = sizeof(U) == sizeof(T) ? 1 : 0;  // where their registers are few
+    static constexpr bool kRare = false;
     const U *scale, *shift;
 
     static __device__ __forceinline__ bool is_kept(DType dtype) {
@@ -201,6 +202,7 @@ struct AdaNormOp {
       int column, dim;
     };
     static constexpr int kAhead = 0;
+    static constexpr bool kRare = !kAligned;
     RuntimeValues<T> weight, bias, scale, shift;
     float offset;
 

@@ -89,6 +89,7 @@ struct RmsNormOp {
   struct Columns {
     using Loaded = Vector<W, N>;
     static constexpr int kAhead = 0;
+    static constexpr bool kRare = false;
     const W* weight;
     float offset;
     bool cast_before_weight;

@@ -16,7 +16,8 @@
 //   Stats                 of a row: made of its sums, saved, sent to other lanes
 //   with_columns(p, f)    calls f with the type of what reads the values of columns in this call:
 //     Columns(p, row)       .load(column, dim) -> Loaded, kAhead vectors ahead of their use;
-//                           .map(s, stats, Loaded) -> a vector of out
+//                           .map(s, stats, Loaded) -> a vector of out. kRare: few calls have them,
+//                           so that one copy of their code serves all vectors
 //   PackedColumns         of In's type: where early(), they are loaded with the row
 //   shares_columns(p)     whether rows have the same
 //   threads, blocks, short_blocks   launch bounds, by which a kernel gets its registers
@@ -61,6 +62,16 @@ struct ColumnsTag {
 template <typename Op, bool kAligned>
 __device__ __forceinline__ bool is_empty(int warp_start, int j, int step, int dim) {
   return (!kAligned || Op::kCentres) && j > 0 && warp_start + j * step >= dim;
+}
+
+// Vector j of row i, where these are not known to the compiler: registers have no addresses.
+template <int kRows, int kVectors, typename V>
+__device__ __forceinline__ V vector_at(const V (&vectors)[kRows][kVectors], int i, int j) {
+  V result = vectors[0][0];
+#pragma unroll
+  for (int k = 1; k < kRows * kVectors; ++k)
+    result = select(i * kVectors + j == k, vectors[k / kVectors][k % kVectors], result);
+  return result;
 }
 
 // The stats of a thread's rows: of the one that this lane looks after (RowTree).
@@ -178,6 +189,22 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
   // Write the results.
   Op::template with_columns<kAligned>(p, [&](auto tag) {
     using Columns = typename decltype(tag)::type;
+    if constexpr (Columns::kRare) {
+#pragma unroll 1
+      for (int i = 0; i < kRows; ++i) {
+        const Columns columns(p, row_of(i));
+        const Stats stats = kRows == 1 ? own_stats : own_stats.from(lane_of(i), Tree::width());
+        RowStoring<O, N, kVectors, kAligned> storing(Op::out_row(p, first_row + i) + first_column,
+                                                     left_of(i));
+#pragma unroll 1
+        for (int j = 0; j < kVectors; ++j) {
+          if (is_empty<Op, kAligned>(warp_start, j, kStep, dim)) continue;
+          const auto loaded = columns.load(column_of(j), dim);
+          storing.put(j, columns.map(vector_at(s, i, j), stats, loaded));
+        }
+      }
+      return;
+    }
     constexpr bool kIsEarly =
         kEarly && std::is_same_v<typename Columns::Loaded, typename Packed::Loaded>;
     // Vectors that are loaded ahead of their use.
