@@ -93,7 +93,7 @@ class FusedAddRMSNorm(RMSNorm):
         )
 
 
-class RMSNormGated(torch.nn.Module):
+class RMSNormGated(RMSNorm):
     """`gated_rms_norm` with a weight of its own: `(x, gate) -> out`.
 
     Args:
@@ -117,25 +117,11 @@ class RMSNormGated(torch.nn.Module):
         device=None,
         dtype: Optional[torch.dtype] = None,
     ):
-        super().__init__()
-        self.dim = dim
-        self.eps = eps
+        given = {"cast_before_weight": cast_before_weight, "device": device, "dtype": dtype}
+        super().__init__(dim, eps, elementwise_affine, **given)
         self.activation = activation
         self.norm_before_gate = norm_before_gate
         self.group_size = group_size
-        self.cast_before_weight = cast_before_weight
-        weight = (
-            torch.nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
-            if elementwise_affine
-            else None
-        )
-        self.register_parameter("weight", weight)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Sets the weight to one."""
-        if self.weight is not None:
-            torch.nn.init.ones_(self.weight)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return gated_rms_norm(
@@ -150,13 +136,10 @@ class RMSNormGated(torch.nn.Module):
         )
 
     def extra_repr(self) -> str:
-        affine = self.weight is not None
-        text = f"{self.dim}, eps={self.eps}, elementwise_affine={affine}"
-        text += f", activation={self.activation!r}, norm_before_gate={self.norm_before_gate}"
+        text = f"{super().extra_repr()}, activation={self.activation!r}"
+        text += f", norm_before_gate={self.norm_before_gate}"
         if self.group_size is not None:
             text += f", group_size={self.group_size}"
-        if self.cast_before_weight:
-            text += ", cast_before_weight=True"
         return text
 
 
