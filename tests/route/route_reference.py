@@ -24,6 +24,7 @@ def group_values(choice: Tensor, score: str, num_groups: int) -> Tensor:
 
 def in_order(values: Tensor, allowed: Tensor | None = None) -> Tensor:
     """Indices, the largest value first, of equal ones the first; NaN is larger than any number."""
+    values = torch.where(values.isnan(), torch.nan, values)  # a GPU sorts those with a sign last
     order = torch.sort(values, dim=-1, descending=True, stable=True).indices
     if allowed is None:
         return order
