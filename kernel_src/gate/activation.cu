@@ -50,7 +50,7 @@ struct Elementwise {
   Operand out, out_y;      // forward: out. Backward: grad_x, grad_y
   const void* bias;        // [dim]
   DType bias_dtype;
-  Divisor bias_columns{0};  // of Rows::in_one
+  Divisor bias_columns{0};  // of Rows::in_one; 0 of others
   Activation activation;    // of AnyAddFormula
   int64_t rows, dim;
   Scalars scalars;
