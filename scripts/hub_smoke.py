@@ -69,6 +69,12 @@ def rotated(q, cos, sin):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
+def routed(logits):
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[..., :4]
+    weights = logits.softmax(-1).gather(-1, order)
+    return weights / weights.sum(-1, keepdim=True)
+
+
 def targets_of(logits):
     return torch.arange(len(logits), device=logits.device)
 
@@ -99,6 +105,11 @@ CASES = {
         lambda k, q, cos, sin: k.apply_rotary(q, None, cos.detach(), sin.detach(), rotary_dim=64),
         rotated,
         [(2, 16, 4, 64), (16, 32), (16, 32)],
+    ),
+    "route": (
+        lambda k, x: k.topk_softmax(x, 4).weights.to(x.dtype),
+        routed,
+        [(64, 128)],
     ),
     "loss": (
         lambda k, x: k.cross_entropy(x, targets_of(x), reduction="none").to(x.dtype),

@@ -120,7 +120,7 @@ def test_gpu_code_is_that_of_a_release_where_it_is_asked_for(tmp_path: Path):
     (unit,) = [
         unit
         for unit in plan(load(REPO_DIR), "cuda", tools(tmp_path), None, OPS, shared_ptx=False)
-        if unit.source.endswith("rms_norm.cu")
+        if unit.source.endswith("norm/rms_norm.cu")
     ]
     flags = gencode_flags(archs, shared_ptx=False)
     assert set(flags) <= set(unit.flags)

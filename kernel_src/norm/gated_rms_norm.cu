@@ -364,9 +364,8 @@ __global__ void __launch_bounds__(kGatedNormBackwardThreads, 1)
 // f(the type of the gate of kernels that hold a group).
 template <typename Params, typename F>
 auto with_gate(const Params& p, const F& f) {
-  if (p.activation != NormGate::silu) return f(std::type_identity<AnyGate>{});
-  return p.norm_first ? f(std::type_identity<SiluGate<true>>{})
-                      : f(std::type_identity<SiluGate<false>>{});
+  if (p.activation != NormGate::silu) return f(TypeTag<AnyGate>{});
+  return p.norm_first ? f(TypeTag<SiluGate<true>>{}) : f(TypeTag<SiluGate<false>>{});
 }
 
 }  // namespace
