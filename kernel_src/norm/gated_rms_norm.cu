@@ -17,8 +17,6 @@
 // global memory, and stay in L2.
 #include "norm/gated_rms_norm.h"
 
-#include <type_traits>
-
 #include "common/dispatch.h"
 #include "common/reduce.h"
 #include "common/reduce_partials.h"
