@@ -136,7 +136,8 @@ static void topk_choose(int32_t* keys, int experts, int k, int32_t* chosen) {
 // The chosen scores over their sum, or over that of all.
 static void topk_weights(const TopkForward& p, int64_t row, const float* x,
                          const TopkScores& scores, float sum, const int32_t* chosen) {
-  float found[kMaxChosen] = {};
+  float found[kMaxChosen];
+  for (float& score : found) score = -__builtin_inff();  // past k: not above the maximum
   for (int j = 0; j < p.k; ++j) found[j] = x[chosen[j]];
   for (int j = 0; j < p.k; j += kLanes)
     store(found + j, scores.of(load(found + j, AllLanes{})), AllLanes{});
