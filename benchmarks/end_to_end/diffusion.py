@@ -161,10 +161,15 @@ def denoising(
     def step(call: Callable) -> torch.Tensor:
         return call(**inputs, return_dict=False)[0]
 
-    title, _, made = denoiser.title.partition(":")
+    model_name, _, made = denoiser.title.partition(":")
+    title = (
+        f"small {model_name}, fp32"
+        if quick
+        else f"{model_name}, {'fp32' if exact else 'bf16'}:{made}"
+    )
     blocks = [m for m in model.modules() if type(m).__name__ in model._repeated_blocks]
     return Scenario(
-        title=f"{'small ' if quick else ''}{title}, {'fp32' if quick or exact else 'bf16'}:{made}",
+        title=title,
         model=model,
         step=step,
         outputs=lambda call: (step(call),),

@@ -309,6 +309,7 @@ def encoding(device: str, quick: bool, layers: int | None, exact: bool = False) 
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     all_layers = 2 if quick else 24
     sizes["num_hidden_layers"] = layers or all_layers
+    notes = [] if layers is None else [f"{layers} of {all_layers} layers"]
     dtype = torch.float32 if quick or exact else torch.bfloat16
     with created_on(device, dtype):
         model = BertModel(BertConfig(**sizes), add_pooling_layer=False).eval()
@@ -327,8 +328,7 @@ def encoding(device: str, quick: bool, layers: int | None, exact: bool = False) 
         outputs=lambda call: (step(call),),
         compiled=compiled_whole(model),
         integration="transformers",
-        notes=[f"{layers} of {all_layers} layers"] * (layers not in (None, all_layers))
-        + ["compiled whole"],
+        notes=[*notes, "compiled whole"],
     )
 
 

@@ -42,7 +42,7 @@ struct CpuMath {
   }
 
   // 2^(v factor) = 2^k 2^r with |r| <= 1 / 2, and a polynomial with a relative error of 2.0e-9, or
-  // 9.1e-8 where results are rounded to a half type. For products in [-190, 0]. The factor's own
+  // 9.1e-8 where results are rounded to half precision. For products in [-190, 0]. The factor's own
   // rounding counts as one of v. kHasScale: k is the floor, the product is rounded once more, and
   // whatever underflows is zero.
   static constexpr float kLog2OfE = 1.4426950408889634f;

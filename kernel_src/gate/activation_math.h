@@ -47,8 +47,8 @@ FUSELAGE_SHARED ValueAndSlope<Floats> tanh_of(Floats v) {
 
 // gelu(v) = v Phi(v), and its slope. Phi is that of the normal distribution: Phi(-a) = e^(-a^2 / 2)
 // R(a) for a >= 0, where R is a quotient of polynomials, with a relative error of 6.0e-9, or 4.1e-7
-// where results are rounded to a half type. All coefficients are positive, so that nothing cancels.
-// R is not needed beyond 15: e^(-a^2 / 2) is zero there in float32.
+// where results are rounded to half precision. All coefficients are positive, so that nothing
+// cancels. R is not needed beyond 15: e^(-a^2 / 2) is zero there in float32.
 template <class Math, class Floats = typename Math::Floats>
 FUSELAGE_SHARED ValueAndSlope<Floats> gelu_of(Floats v) {
   const Floats a = Math::at_most(Math::absolute(v), 15.0f);

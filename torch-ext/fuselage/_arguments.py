@@ -77,16 +77,16 @@ def _place(code: types.CodeType) -> tuple:
     return code.co_filename, code.co_firstlineno, code.co_name
 
 
-def number_of(op: str, activation: str, numbers: dict[str, int]) -> int:
-    """The number of an activation, as the ops take it."""
+def number_of(op: str, argument: str, value: str, numbers: dict[str, int]) -> int:
+    """The number of a value that is one of a few names, as the ops take it."""
     try:
-        number = numbers.get(activation)
+        number = numbers.get(value)
     except TypeError:  # not hashable
         number = None
     if number is None:
         refuse_wrong_kinds()
         raise RuntimeError(
-            f"fuselage::{op}: `activation` must be one of {', '.join(numbers)}, got {activation!r}"
+            f"fuselage::{op}: `{argument}` must be one of {', '.join(numbers)}, got {value!r}"
         )
     return number
 

@@ -252,7 +252,7 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, activation: str = "gelu") -> tor
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020; the MLP of Gemma ("gelu_tanh").
     """
-    return _apply_glu(gate, up, number_of("geglu", activation, _GELUS))
+    return _apply_glu(gate, up, number_of("geglu", "activation", activation, _GELUS))
 
 
 # Fused epilogues
@@ -280,7 +280,7 @@ def bias_act(
 
     Source: the epilogue of a linear layer, as in the MLPs of recommender models.
     """
-    number = number_of("bias_act", activation, _NUMBERS)
+    number = number_of("bias_act", "activation", activation, _NUMBERS)
     if needs_grad(x, bias):
         return _differentiable_bias_act(x, bias, number)
     return _bias_act(x, bias, number)
@@ -304,7 +304,7 @@ def bias_act_(
     """
     if needs_grad(x, bias):
         refuse_gradient("bias_act_", "bias_act")
-    _bias_act_inplace(x, bias, number_of("bias_act_", activation, _NUMBERS))
+    _bias_act_inplace(x, bias, number_of("bias_act_", "activation", activation, _NUMBERS))
     mark_written(x)
     return x
 
@@ -335,7 +335,7 @@ def add_mul_act(
 
     Source: the sum of a frozen linear layer and its low-rank adaptation: Hu et al., "LoRA", 2021.
     """
-    number = number_of("add_mul_act", activation, _NUMBERS)
+    number = number_of("add_mul_act", "activation", activation, _NUMBERS)
     if needs_grad(x, bias) or needs_grad(y):
         return _differentiable_add_mul_act(x, bias, y, alpha, number)
     return _add_mul_act(x, bias, y, alpha, number)
@@ -363,7 +363,9 @@ def add_mul_act_(
     """
     if needs_grad(x, bias) or needs_grad(y):
         refuse_gradient("add_mul_act_", "add_mul_act")
-    _add_mul_act_inplace(x, bias, y, alpha, number_of("add_mul_act_", activation, _NUMBERS))
+    _add_mul_act_inplace(
+        x, bias, y, alpha, number_of("add_mul_act_", "activation", activation, _NUMBERS)
+    )
     mark_written(x)
     return x
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from ._arguments import refuse_wrong_kinds
+from ._arguments import number_of
 from ._autocast import Rule, register_autocast
 from ._autograd import differentiable, mark_written, needs_grad
 from ._fake import (
@@ -102,13 +102,7 @@ def cross_entropy(
 
 def number_of_reduction(reduction: str, op: str = "cross_entropy") -> int:
     """That by which the ops know it."""
-    try:
-        return _REDUCTIONS[reduction]
-    except (KeyError, TypeError):
-        refuse_wrong_kinds()
-        raise RuntimeError(
-            f"fuselage::{op}: `reduction` must be one of none, sum, mean, got {reduction!r}"
-        ) from None
+    return number_of(op, "reduction", reduction, _REDUCTIONS)
 
 
 def log_probs(

@@ -217,7 +217,7 @@ def gated_rms_norm(
     Source: Dao and Gu, "Transformers are SSMs", 2024, and its `RMSNormGated`; Yang et al., "Gated
     Delta Networks", 2024.
     """
-    number = number_of("gated_rms_norm", activation, _GATES)
+    number = number_of("gated_rms_norm", "activation", activation, _GATES)
     options = (eps, number, norm_before_gate, group_size, cast_before_weight)
     if some_need_grad(x, gate, weight):
         return _differentiable_gated_rms_norm(x, gate, weight, *options)

@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from ._arguments import refuse_wrong_kinds
+from ._arguments import number_of
 from ._autocast import Rule, register_autocast
 from ._autograd import differentiable, needs_grad
 from ._fake import register_fake_gradients, register_fakes
@@ -20,7 +20,8 @@ from ._ops import ops
 _topk_softmax = ops.topk_softmax.default
 _topk_softmax_bwd = ops.topk_softmax_bwd.default
 
-_SCORES = ("softmax", "sigmoid")  # by the numbers that the op has for them
+# The op takes scores as numbers: those of the enum in kernel_src/route/topk_softmax.h.
+_SCORES = {"softmax": 0, "sigmoid": 1}
 
 
 class TopK(NamedTuple):
@@ -95,12 +96,7 @@ def topk_softmax(
     Source: Jiang et al., "Mixtral of Experts", 2024; groups: DeepSeek-AI, "DeepSeek-V2", 2024;
     sigmoid and bias: DeepSeek-AI, "DeepSeek-V3", 2024.
     """
-    if score not in _SCORES:
-        refuse_wrong_kinds()
-        raise RuntimeError(
-            f"fuselage::topk_softmax: `score` must be one of softmax, sigmoid, got {score!r}"
-        )
-    number = _SCORES.index(score)
+    number = number_of("topk_softmax", "score", score, _SCORES)
     if getattr(bias, "requires_grad", False):  # or no tensor, which the op refuses
         bias = bias.detach()
     call = _differentiable_topk_softmax if needs_grad(logits) else _topk_softmax
