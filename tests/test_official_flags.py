@@ -9,11 +9,21 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
-from builder.compile import Toolchain, gencode_flags, link_flags, ninja_file, plan
+from builder.compile import (
+    Toolchain,
+    flags_for_cuda,
+    gencode_flags,
+    link_flags,
+    ninja_file,
+    plan,
+)
 from builder.config import load
+from builder.errors import BuildError
 from builder.toolchain import Compiler, Cuda, Torch
 from conftest import REPO_DIR
 
@@ -78,7 +88,8 @@ def options(text: str) -> set[str]:
 def test_what_compiles_differs_in_what_is_listed(backend: str, rule: str, tmp_path: Path):
     config = load(REPO_DIR)
     sections = config.for_backend(backend)
-    own = {flag for section in sections for flag in (*section.cxx_flags, *section.gpu_flags)}
+    own = {flag for section in sections for flag in section.cxx_flags}
+    own |= {flag for s in sections for flag in flags_for_cuda(s.gpu_flags, (13, 0))}
     units = [u for u in plan(config, backend, tools(tmp_path), None, OPS) if u.rule == rule]
     assert units
     for unit in units:
@@ -151,3 +162,36 @@ def test_every_section_hides_its_symbols():
             assert "-fvisibility=hidden" in section.cxx_flags, section.name
         if ".cu" in suffixes:
             assert hides[section.backend] in section.gpu_flags, section.name
+
+
+@pytest.mark.parametrize(("version", "given"), [((12, 6), False), ((13, 0), True)])
+def test_a_flag_may_be_for_newer_versions_of_cuda(version: tuple[int, int], given: bool):
+    for section in load(REPO_DIR).for_backend("cuda"):
+        flags = flags_for_cuda(section.gpu_flags, version)
+        assert not any("$" in flag for flag in flags)
+        if section.gpu_flags:
+            assert ("--compress-mode=size" in flags) is given
+
+
+def test_another_generator_expression_is_refused():
+    with pytest.raises(BuildError, match="not a generator expression that is known here"):
+        flags_for_cuda(("$<CONFIG:Debug>",), (13, 0))
+
+
+def test_cmake_reads_the_flag_as_the_builder_does(tmp_path: Path):
+    """In the place where kernel-builder's CMake puts the flags of a section."""
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("no cmake")
+    (flags,) = {s.gpu_flags for s in load(REPO_DIR).for_backend("cuda") if s.gpu_flags}
+    for version in ((12, 6), (13, 0)):
+        # NOTE: the compiler's version, as no compiler is needed to write a file.
+        text = ";".join(flags).replace("$<CUDA_COMPILER_VERSION>", "{}.{}".format(*version))
+        (tmp_path / "CMakeLists.txt").write_text(
+            "cmake_minimum_required(VERSION 3.18)\nproject(flags NONE)\n"
+            f'set(_CUDA_FLAGS "{text}")\n'
+            'file(GENERATE OUTPUT flags.txt CONTENT "$<1:${_CUDA_FLAGS}>")\n'
+        )
+        subprocess.run([cmake, "-S", tmp_path, "-B", tmp_path], check=True, capture_output=True)
+        words = (tmp_path / "flags.txt").read_text().split(";")
+        assert [word for word in words if word] == flags_for_cuda(flags, version)

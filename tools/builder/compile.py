@@ -7,6 +7,7 @@ touching a file, or switching branches and back before the next build, compiles 
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -153,6 +154,26 @@ def gencode_flags(archs: list[str], shared_ptx: bool = True) -> list[str]:
     return flags
 
 
+# What of CMake's generator expressions build.toml may have: a flag for newer versions of CUDA.
+_SINCE_CUDA = re.compile(
+    r"\$<\$<VERSION_GREATER_EQUAL:\$<CUDA_COMPILER_VERSION>,(\d+)\.(\d+)>:([^<>]+)>"
+)
+
+
+def flags_for_cuda(flags: tuple[str, ...], version: tuple[int, int]) -> list[str]:
+    """The flags that this version of CUDA is given."""
+    chosen = []
+    for flag in flags:
+        since = _SINCE_CUDA.fullmatch(flag)
+        if since is None and "$" in flag:
+            raise BuildError(f"build.toml: {flag}: not a generator expression that is known here")
+        if since is None:
+            chosen.append(flag)
+        elif version >= (int(since[1]), int(since[2])):
+            chosen.append(since[3])
+    return chosen
+
+
 def plan(
     config: BuildConfig,
     backend: str,
@@ -190,7 +211,7 @@ def plan(
                 "cuda": [
                     *_CUDA_FLAGS,
                     f"-std=c++{standard}",
-                    *section.gpu_flags,
+                    *(flags_for_cuda(section.gpu_flags, cuda) if cuda else []),
                     *gencode_flags(section_archs, shared_ptx),
                 ],
                 "hip": [
