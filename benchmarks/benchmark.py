@@ -55,6 +55,20 @@ class RmsNorm(Sizes, Benchmark):
     verify_one_row = verify_small = verify_medium = verify_large = reference
 
 
+class RmsNormAddRmsNorm(Sizes, Benchmark):
+    def fused(self) -> None:
+        self.out, self.new_residual = self.kernel.rms_norm_add_rms_norm(
+            self.x, self.residual, self.weight, self.weight, EPS
+        )
+
+    def reference(self) -> torch.Tensor:
+        n = F.rms_norm(self.x, self.weight.shape, self.weight, EPS)
+        return F.rms_norm(self.residual + n, self.weight.shape, self.weight, EPS)
+
+    benchmark_one_row = benchmark_small = benchmark_medium = benchmark_large = fused
+    verify_one_row = verify_small = verify_medium = verify_large = reference
+
+
 class FusedAddRmsNorm(Sizes, Benchmark):
     def fused(self) -> None:
         self.out, self.new_residual = self.kernel.fused_add_rms_norm(

@@ -38,6 +38,21 @@ def fused_add_rms_norm(
     return rms_norm(new_residual, weight, eps, **options), new_residual
 
 
+def rms_norm_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    post_weight: Tensor | None = None,
+    pre_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    pre_eps: float | None = None,
+    **options,
+) -> tuple[Tensor, Tensor]:
+    new_residual = residual + rms_norm(x, post_weight, eps, **options)
+    pre_eps = eps if pre_eps is None else pre_eps
+    return rms_norm(new_residual, pre_weight, pre_eps, **options), new_residual
+
+
 def gated_rms_norm(
     x: Tensor,
     gate: Tensor,

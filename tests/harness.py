@@ -136,8 +136,10 @@ class Operator:
         str, ...
     ] = ()  # options that only round on the way: gradients know nothing of them
     inner_roundings: int = 1  # of the formula with cast_before_weight
+    rounds_terms: bool = False  # to the dtype of the rows, before they are added up
     output_terms: Callable | None = None  # sizes of the terms of the outputs, see assert_close
     gradient_terms: Callable | None = None  # sizes of the terms of the gradients, likewise
+    backward_ops: int = 1  # that run with all gradients
     saved: tuple[str, ...] = ()  # what may be kept for the backward
     statistics: int = 1  # float32 values a row that may be kept besides
     vector_sizes: dict[str, int] = field(default_factory=dict)  # of those that are not [dim]
@@ -184,7 +186,17 @@ class Operator:
             return {}
         double = {n: None if t is None else t.detach().double() for n, t in inputs.items()}
         terms = self.output_terms(**double, **{**self.defaults, **options})
-        return terms if isinstance(terms, dict) else self._named(terms)
+        terms = terms if isinstance(terms, dict) else self._named(terms)
+        return self.with_roundings(terms, inputs)
+
+    def with_roundings(self, terms: dict[str, Tensor], inputs: dict) -> dict[str, Tensor]:
+        """Sizes of terms, and what another rounding of each makes, where that is not the last."""
+        dtype = inputs[self.main].dtype
+        if not self.rounds_terms or dtype not in HALVES:
+            return terms
+        # A term moves by its last place, and the sum of it may then round one more the other way.
+        ties = 4 * UNIT[dtype] / (FLOAT32_ROUNDINGS * UNIT[torch.float32])
+        return {name: t * (1 + ties) for name, t in terms.items()}
 
     def vector_size(self, name: str, dim: int) -> int:
         return self.vector_sizes.get(name, dim)
@@ -285,7 +297,7 @@ def gradients(
 
 def reference_gradients(op: Operator, inputs: dict, options: dict, grad_outs: dict) -> dict:
     """Float64 autograd through the reference."""
-    dtype = inputs[op.main].dtype
+    dtype = options.get("dtype", inputs[op.main].dtype)
     options = op.without_roundings(options)
     double = {name: None if t is None else t.detach().double() for name, t in inputs.items()}
     return gradients(
@@ -301,11 +313,12 @@ def terms_of_gradients(op: Operator, inputs: dict, options: dict, grad_outs: dic
     if op.gradient_terms is None:
         return {}
     options = {**op.defaults, **options}
-    return op.gradient_terms(
+    terms = op.gradient_terms(
         **{name: None if t is None else t.detach().double() for name, t in inputs.items()},
         **{f"grad_{name}": g.double() for name, g in grad_outs.items()},
         **options,
     )
+    return op.with_roundings(terms, inputs)
 
 
 def check_gradients(
@@ -362,15 +375,22 @@ def errors(actual: Tensor, expected: Tensor) -> tuple[float, float]:
     return (difference.max() / scale).item(), (difference.pow(2).mean().sqrt() / scale).item()
 
 
-def check_no_worse(actual: Tensor, eager: Tensor, expected: Tensor, label: str) -> None:
-    """The error of `actual` is no larger than that of PyTorch's `eager` result."""
+def check_no_worse(
+    actual: Tensor, eager: Tensor, expected: Tensor, label: str, luck: float = 1.0
+) -> None:
+    """The error of `actual` is no larger than that of PyTorch's `eager` result.
+
+    `luck`: so many times as large the largest of all errors may be, where each comes of several
+    roundings; and their root mean square, of 128 values say, by a twentieth.
+    """
+    rms_ratio = ACCURACY_RMS_RATIO if luck == 1.0 else 1.05
     largest, rms = errors(actual, expected)
     eager_largest, eager_rms = errors(eager, expected)
     slack = 2 * ACCURACY_SLACK if actual.dtype == torch.float32 else HALF_ACCURACY_SLACK
-    assert largest <= eager_largest + slack, (
+    assert largest <= luck * eager_largest + slack, (
         f"{label}: largest error {largest:.3g}, PyTorch {eager_largest:.3g}"
     )
-    assert rms <= eager_rms * ACCURACY_RMS_RATIO + ACCURACY_SLACK, (
+    assert rms <= eager_rms * rms_ratio + ACCURACY_SLACK, (
         f"{label}: RMS error {rms:.3g}, PyTorch {eager_rms:.3g}"
     )
 

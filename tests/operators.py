@@ -128,6 +128,57 @@ FUSED_ADD_RMS_NORM = Operator(
     saved=("new_residual", "weight", "rstd"),
 )
 
+
+def rms_norm_add_rms_norm_inputs(shape, dtype, device, **style):
+    post = fused_add_rms_norm_inputs(shape, dtype, device, **style)
+    pre = rms_norm_inputs(shape, dtype, device, **style)
+    return {
+        "x": post["x"],
+        "residual": post["residual"],
+        "post_weight": post["weight"],
+        "pre_weight": pre["weight"],
+    }
+
+
+def _rms_norm_add_rms_norm_samples(kernel, device):
+    """(op, arguments) of everything that is registered, for opcheck."""
+    ops = kernel.norm.ops
+    for dtype, weight_dtype, shape in (
+        (torch.float32, torch.float32, (3, 8)),
+        (torch.bfloat16, torch.float32, (2, 3, 5)),
+        (torch.float16, None, (4, 16)),
+    ):
+        inputs = rms_norm_add_rms_norm_inputs(shape, dtype, device, weight=weight_dtype)
+        options = (1e-6, 1e-5, 0.0, True)
+        yield ops.rms_norm_add_rms_norm.default, (*inputs.values(), *options)
+        for requires_grad in (False, True):
+            leaves = [
+                t if t is None else t.clone().requires_grad_(requires_grad) for t in inputs.values()
+            ]
+            yield ops.rms_norm_add_rms_norm_fwd.default, (*leaves, *options)
+
+
+RMS_NORM_ADD_RMS_NORM = Operator(
+    name="rms_norm_add_rms_norm",
+    make_inputs=rms_norm_add_rms_norm_inputs,
+    reference=reference.rms_norm_add_rms_norm,
+    eager=eager.rms_norm_add_rms_norm,
+    row_inputs=("x", "residual"),
+    vector_inputs=("post_weight", "pre_weight"),
+    outputs=("out", "new_residual"),
+    styles={
+        **{name: style for name, style in RMS_NORM_STYLES.items() if name != "float32_out"},
+        "pre_eps": Style(options={"eps": 1e-3, "pre_eps": 1e-5}),
+    },
+    rounds_terms=True,
+    inner_roundings=4,
+    output_terms=reference.rms_norm_add_rms_norm_terms,
+    gradient_terms=reference.rms_norm_add_rms_norm_terms,
+    backward_ops=2,
+    saved=("x", "post_weight", "new_residual", "pre_weight", "post_rstd", "pre_rstd"),
+    samples=_rms_norm_add_rms_norm_samples,
+)
+
 # Groups do not divide every size of the shared tests: tests/norm/test_gated_rms_norm.py has them.
 GATED_RMS_NORM_STYLES = {
     "torch": Style(),
@@ -914,6 +965,7 @@ TOPK_SOFTMAX = dataclasses.replace(
 OPERATORS = (
     RMS_NORM,
     FUSED_ADD_RMS_NORM,
+    RMS_NORM_ADD_RMS_NORM,
     GATED_RMS_NORM,
     LAYER_NORM,
     FUSED_ADD_LAYER_NORM,

@@ -57,6 +57,63 @@ def fused_add_rms_norm(
     return rms_norm(new_residual, weight, eps, dtype=dtype, **options), new_residual
 
 
+def rms_norm_add_rms_norm(
+    x: Tensor,  # [..., dim]
+    residual: Tensor,  # [..., dim]
+    post_weight: Tensor | None = None,  # [dim]
+    pre_weight: Tensor | None = None,  # [dim]
+    eps: float = 1e-6,
+    *,
+    pre_eps: float | None = None,
+    dtype: torch.dtype,
+    **options,
+) -> tuple[Tensor, Tensor]:
+    n = round_to(dtype, rms_norm(x, post_weight, eps, dtype=dtype, **options))
+    new_residual = round_to(dtype, residual + n)
+    pre_eps = eps if pre_eps is None else pre_eps
+    return rms_norm(new_residual, pre_weight, pre_eps, dtype=dtype, **options), new_residual
+
+
+def rms_norm_add_rms_norm_terms(
+    x: Tensor,
+    residual: Tensor,
+    post_weight: Tensor | None = None,
+    pre_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    pre_eps: float | None = None,
+    weight_offset: float = 0.0,
+    grad_out: Tensor | None = None,
+    grad_new_residual: Tensor | None = None,
+    **_,
+) -> dict[str, Tensor]:
+    """The sizes of the terms of the results, or of the gradients: as in rms_norm_gradient_terms."""
+    pre_eps = eps if pre_eps is None else pre_eps
+    options = {"weight_offset": weight_offset, "dtype": torch.float64}
+    n = rms_norm(x, post_weight, eps, **options)
+    new_residual, sizes = residual + n, residual.abs() + n.abs()
+    if grad_out is None and grad_new_residual is None:
+        factor = 1 if pre_weight is None else (weight_offset + pre_weight).abs()
+        rstd = 1 / torch.sqrt(new_residual.pow(2).mean(-1, keepdim=True) + pre_eps)
+        return {"new_residual": sizes, "out": sizes * rstd * factor}
+    of_sum = rms_norm_gradient_terms(
+        *(new_residual, pre_weight, pre_eps),
+        weight_offset=weight_offset,
+        grad_out=grad_out,
+        grad_new_residual=grad_new_residual,
+        sizes=sizes,
+    )
+    of_x = rms_norm_gradient_terms(
+        x, post_weight, eps, weight_offset=weight_offset, grad_out=of_sum["x"]
+    )
+    return {
+        "x": of_x["x"],
+        "residual": of_sum["x"],
+        "post_weight": of_x["weight"],
+        "pre_weight": of_sum["weight"],
+    }
+
+
 def rms_norm_gradient_terms(
     x: Tensor,
     weight: Tensor | None = None,
@@ -66,6 +123,7 @@ def rms_norm_gradient_terms(
     weight_offset: float = 0.0,
     grad_out: Tensor | None = None,
     grad_new_residual: Tensor | None = None,
+    sizes: Tensor | None = None,  # of what x is the sum of
     **_,
 ) -> dict[str, Tensor]:
     """The sizes of the terms whose sum is the gradient; the sum itself can be far smaller.
@@ -76,7 +134,7 @@ def rms_norm_gradient_terms(
     s = x if residual is None else x + residual
     grad_out = torch.zeros_like(s) if grad_out is None else grad_out.abs()
     rstd = 1 / torch.sqrt(s.pow(2).mean(-1, keepdim=True) + eps)
-    xhat = s.abs() * rstd
+    xhat = (s.abs() if sizes is None else sizes) * rstd
     g = grad_out if weight is None else grad_out * (weight_offset + weight).abs()
     sizes = rstd * (g + xhat * (g * xhat).mean(-1, keepdim=True))
     if grad_new_residual is not None:

@@ -17,6 +17,7 @@ NORMS = (
     "fused_mul_poly_norm",
     "gate_residual_ada_norm",
     "gated_rms_norm",
+    "rms_norm_add_rms_norm",
     "grouped_poly_norm",
     "layer_norm",
     "poly_norm",

@@ -261,7 +261,7 @@ def test_with_gradients_one_op_runs_each_way(fuselage, device, op, style):
             list(grad_outs.values()),
         )
     ours = [name for name in backward.names if not name.startswith("aten::")]
-    assert len(ours) == 1
+    assert len(ours) == op.backward_ops
     # No tensor of the size of the activations is made by another op.
     assert set(backward.names) - set(ours) <= {"aten::detach", "aten::alias"}
 
@@ -293,7 +293,7 @@ def test_autocast_of_one_dtype(fuselage, device, op):
         trained["out"].sum().backward()
         for name in op.outputs:
             assert_same_bits(trained[name].detach(), outputs[name], name)
-            if widened and name == "out":
+            if widened and (name == "out" or op.rounds_terms):  # a sum with a norm is as wide
                 assert outputs[name].dtype == torch.float32
             else:
                 assert_same_bits(outputs[name], expected[name], name)

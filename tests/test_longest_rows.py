@@ -226,6 +226,7 @@ def test_longer_rows_are_refused(fuselage, device, columns):
         "fused_add_layer_norm_": lambda: fuselage.fused_add_layer_norm_(x, x),
         "layer_norm": lambda: fuselage.layer_norm(x),
         "ada_layer_norm": lambda: fuselage.ada_layer_norm(x, None, None),
+        "rms_norm_add_rms_norm": lambda: fuselage.rms_norm_add_rms_norm(x, x),
         "gated_rms_norm": lambda: fuselage.gated_rms_norm(x, x),
         "ada_rms_norm": lambda: fuselage.ada_rms_norm(x, None, None),
         "gate_residual_ada_norm": lambda: fuselage.gate_residual_ada_norm(x, x, None, None, None),

@@ -53,6 +53,7 @@ FUNCTIONS = (
     "relu2",
     "relu_and_mul",
     "rms_norm",
+    "rms_norm_add_rms_norm",
     "silu",
     "silu_and_mul",
     "swiglu",
@@ -200,7 +201,10 @@ def test_a_word_that_is_no_option(fuselage, device, name, requires_grad):
             function(**{**call, option: "wrong"})
 
 
-RMS_NORMS = ("rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_", "qk_norm_rotary")
+RMS_NORMS = (
+    *("rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_", "rms_norm_add_rms_norm"),
+    "qk_norm_rotary",
+)
 LAYER_NORMS = (
     *("layer_norm", "fused_add_layer_norm", "fused_add_layer_norm_"),
     *("ada_layer_norm", "ada_rms_norm", "gate_residual_ada_norm"),
@@ -216,6 +220,7 @@ NOT_AN_EPS = (math.nan, math.inf, -math.inf, -1e-6, 1e300)
             (name, "eps", NOT_AN_EPS)
             for name in ("gated_rms_norm", *RMS_NORMS, *LAYER_NORMS, *POLY_NORMS)
         ),
+        ("rms_norm_add_rms_norm", "pre_eps", NOT_AN_EPS),
         *((name, "weight_offset", (math.nan,)) for name in RMS_NORMS),
         *(
             (name, "alpha", (math.nan,))

@@ -282,21 +282,24 @@ def test_accuracy_is_no_worse_than_pytorchs(fuselage, device, op, style, dtype, 
     inputs = op.inputs(((1 << 18) // dim, dim), dtype, device, style)
     actual = op.run(fuselage, inputs, options)
     eager = op.run_eager(inputs, options)
-    expected = op.run_reference(inputs, op.without_roundings(options))
+    # Of terms that are rounded, it is luck whose roundings are the reference's: against none.
+    exact = {**options, "dtype": torch.float64} if op.rounds_terms else options
+    expected = op.run_reference(inputs, op.without_roundings(exact))
     for name in op.outputs:
         assert actual[name].dtype == eager[name].dtype
         check_no_worse(actual[name], eager[name], expected[name], name)
 
     grad_outs = random_grad_outs(actual)
     requires = op.differentiable(inputs)
-    expected = reference_gradients(op, inputs, options, grad_outs)
+    expected = reference_gradients(op, inputs, exact, grad_outs)
     eager = gradients(op.run_eager, inputs, options, grad_outs, requires)
     actual = gradients(
         lambda leaves, opts: op.run(fuselage, leaves, opts), inputs, options, grad_outs, requires
     )
     for name in requires:
         if name not in op.vector_sizes:  # of a few values it is luck whose are closer
-            check_no_worse(actual[name], eager[name], expected[name], f"grad_{name}")
+            luck = 2.0 if op.rounds_terms else 1.0
+            check_no_worse(actual[name], eager[name], expected[name], f"grad_{name}", luck)
 
 
 # Large inputs

@@ -46,6 +46,8 @@ class Operator:
     contenders: Callable[[ModuleType], dict[str, Callable[[], Call]]]
     # (*float64 inputs, dtype of the activations) -> the float64 outputs, differentiable.
     reference: Callable[..., tuple[torch.Tensor, ...]]
+    # Roundings of the formula one after another: errors may be so many times as large.
+    roundings: int = field(default=1, kw_only=True)
     # direction -> bytes that any implementation must move for a shape.
     necessary_bytes: dict[str, Callable[[Shape], int]]
     # Contenders whose backward writes over grad_out.

@@ -78,7 +78,8 @@ def _tolerances(case: Case, dtype: torch.dtype, baseline: bool) -> tuple[float, 
     if not dtype.is_floating_point:
         return 0.0, 0.0  # an index is right or wrong
     if not baseline:
-        return NORM_TOLERANCE[dtype], ELEMENT_TOLERANCE[dtype]
+        roundings = case.operator.roundings
+        return roundings * NORM_TOLERANCE[dtype], roundings * ELEMENT_TOLERANCE[dtype]
     # A baseline may round a float32 result's ingredients to the activations' type.
     dtypes = (dtype, case.shape.dtype)
     return (

@@ -25,7 +25,7 @@ struct AdaNormOp {
   static constexpr bool kRest =
       sizeof(T) == sizeof(float);  // in half precision it is lost in the rounding
   static constexpr int kSums = 1, kShared = Moments<kRest>::kShared;
-  static constexpr bool kWritesSum = kResidual;
+  static constexpr bool kWritesSum = kResidual, kNormsInput = false;
 
   // Launch bounds: 64 registers; 80 with several inputs, or where rows are put together.
   static constexpr int threads(bool aligned, bool) {

@@ -8,8 +8,8 @@
 #include <type_traits>
 
 #include "common/dispatch.h"
-#include "common/reduce.h"
 #include "common/vector.h"
+#include "norm/rms_norm_device.h"
 #include "norm/rms_norm_policy.h"
 #include "norm/row_forward.h"
 
@@ -24,7 +24,7 @@ struct RmsNormOp {
   static constexpr int N = 16 / sizeof(T);
   static constexpr bool kCentres = false, kMostVectors = false;
   static constexpr int kSums = 1, kShared = 1;
-  static constexpr bool kWritesSum = kResidual;
+  static constexpr bool kWritesSum = kResidual, kNormsInput = false;
 
   // Launch bounds. 56 registers for the plain aligned kernels, so that three blocks of 384 threads
   // fit on a multiprocessor: on an H200 (5461, 12288) bfloat16 then takes 67.8 us, with two blocks
@@ -74,7 +74,7 @@ struct RmsNormOp {
 
     __device__ __forceinline__ explicit Stats(float rstd_) : rstd(rstd_) {}
     __device__ __forceinline__ Stats(const Params& p, const float (&sums)[1])
-        : rstd(reciprocal_sqrt(sums[0] / static_cast<float>(static_cast<int>(p.dim)) + p.eps)) {}
+        : rstd(rstd_of(sums[0], p.dim, p.eps)) {}
     __device__ __forceinline__ void save(const Params& p, int64_t row) const {
       if (p.rstd != nullptr) p.rstd[row] = rstd;
     }
@@ -83,8 +83,7 @@ struct RmsNormOp {
     }
   };
 
-  // out = s * rstd * (offset + weight), with the rounding between that `cast_before_weight` asks
-  // for. A weight of type W, or none.
+  // A weight of type W, or none.
   template <typename W, bool kAligned>
   struct Columns {
     using Loaded = Vector<W, N>;
@@ -111,11 +110,7 @@ struct RmsNormOp {
       float values[N], factors[N];
       s.to_floats(values);
       loaded.to_floats(factors);
-#pragma unroll
-      for (int k = 0; k < N; ++k) values[k] *= stats.rstd;
-      if (cast_before_weight) round_all<T>(values);
-#pragma unroll
-      for (int k = 0; k < N; ++k) values[k] *= offset + factors[k];
+      rms_normalise<T>(values, stats.rstd, factors, offset, cast_before_weight);
       return Vector<O, N>::from_floats(values);
     }
   };

@@ -1,6 +1,6 @@
 // Root mean square normalisation: what the GPU (norm/rms_norm*.cu) and CPU (norm/rms_norm_cpu.cpp)
 // kernels are given. One forward struct serves rms_norm and fused_add_rms_norm, one backward struct
-// both gradients.
+// all gradients.
 //
 //   s    = x                               (rms_norm)
 //   s    = round(x + residual)             (fused_add_rms_norm, rounded to x's type)
@@ -28,6 +28,27 @@ struct RmsNormForward {
   DType x_dtype, weight_dtype, out_dtype;  // weight_dtype: x_dtype or float32
 };
 
+// rms_norm_add_rms_norm: a result is normalised, added to the residual, and the sum normalised.
+//   n            = rms_norm(x, post_weight, eps)              (rounded to x's type)
+//   new_residual = round(residual + n)
+//   out          = rms_norm(new_residual, pre_weight, pre_eps)
+// Its gradient is rms_norm's, twice.
+struct RmsNormAddRmsNorm {
+  const void* x;            // [rows, dim] x_dtype
+  const void* residual;     // [rows, dim] x_dtype
+  const void* post_weight;  // [dim] post_weight_dtype, or null for a weight of one
+  const void* pre_weight;   // [dim] pre_weight_dtype, or null for a weight of one
+  void* out;                // [rows, dim] x_dtype, contiguous
+  void* new_residual;       // [rows, dim] x_dtype, contiguous
+  float* post_rstd;         // [rows], of x, or null when no gradient is needed
+  float* pre_rstd;          // [rows], of new_residual, or null
+  int64_t rows, dim;
+  int64_t x_stride, residual_stride;  // elements between rows
+  float eps, pre_eps, weight_offset;
+  bool cast_before_weight;  // round the normalised values before the multiplication by a weight
+  DType x_dtype, post_weight_dtype, pre_weight_dtype;
+};
+
 // With g = grad_out * (weight_offset + weight) and xhat = x * rstd, over the last dimension:
 //   grad_x      = rstd * (g - xhat * mean(g * xhat)) [+ grad_new_residual]
 //   grad_weight = sum over rows of grad_out * xhat
@@ -52,6 +73,7 @@ namespace gpu {
 // Launches on `stream` of `device`, which must be current. Returns null, or why it could not.
 const char* rms_norm_forward(const RmsNormForward& p, int device, void* stream);
 const char* rms_norm_backward(const RmsNormBackward& p, int device, void* stream);
+const char* rms_norm_add_rms_norm(const RmsNormAddRmsNorm& p, int device, void* stream);
 
 // The partial_count to give rms_norm_backward for these arguments (of which `partials` is not
 // looked at): 0 where rows are so few that nothing is summed in two stages.

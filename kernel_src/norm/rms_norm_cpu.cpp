@@ -1,7 +1,7 @@
-// rms_norm and fused_add_rms_norm on the CPU, forward and backward: the formulas are in
-// norm/rms_norm.h. A row is read from memory once: the first pass sums it up and leaves it in the
-// cache for the second, which writes the result. Compiled once per instruction set: see
-// common/cpu_isa.h.
+// rms_norm, fused_add_rms_norm and rms_norm_add_rms_norm on the CPU, and their backward: the
+// formulas are in norm/rms_norm.h. A row is read from memory once: the first pass sums it up and
+// leaves it in the cache for the second, which writes the result. Compiled once per instruction
+// set: see common/cpu_isa.h.
 
 #include "norm/rms_norm_cpu.h"
 
@@ -82,6 +82,50 @@ static void rms_norm_forward_rows(const RmsNormForward& p, int64_t row_begin, in
     } else {
       rms_norm_normalize<false>(s, weight, out, p.dim, rstd, p.weight_offset);
     }
+  }
+}
+
+// A weight of X, of float32, or none.
+struct RmsNormWeight {
+  const void* data;
+  DType dtype;
+  float offset;
+  bool cast_before_weight;
+
+  // What becomes of normalised values.
+  template <class X, class Lanes>
+  FUSELAGE_INLINE Floats times(X, Floats n, int64_t i, Lanes lanes) const {
+    if (cast_before_weight) n = round_to(X{}, n);
+    return data == nullptr ? n : n * (offset + load_as<X>(data, dtype, i, lanes));
+  }
+};
+
+template <class X>
+static void rms_norm_add_rms_norm_rows(const RmsNormAddRmsNorm& p, int64_t begin, int64_t end) {
+  const RmsNormWeight post{p.post_weight, p.post_weight_dtype, p.weight_offset,
+                           p.cast_before_weight};
+  const RmsNormWeight pre{p.pre_weight, p.pre_weight_dtype, p.weight_offset, p.cast_before_weight};
+  const double dim = static_cast<double>(p.dim);
+  for (int64_t row = begin; row < end; ++row) {
+    const X* x = static_cast<const X*>(p.x) + row * p.x_stride;
+    const X* residual = static_cast<const X*>(p.residual) + row * p.residual_stride;
+    X* new_residual = static_cast<X*>(p.new_residual) + row * p.dim;
+    X* out = static_cast<X*>(p.out) + row * p.dim;
+    const float post_rstd = rstd_of(sum_squares(x, p.dim) / dim, p.eps);
+    const double sum = sum_vectors(p.dim, [&](int64_t i, auto lanes) {
+      const Floats n = round_to(X{}, post.times(X{}, load(x + i, lanes) * post_rstd, i, lanes));
+      const Floats s = round_to(X{}, load(residual + i, lanes) + n);
+      store(new_residual + i, s, lanes);
+      return s * s;
+    });
+    const float pre_rstd = rstd_of(sum / dim, p.pre_eps);
+    for_each_vector(0, p.dim, [&](int64_t i, auto lanes) {
+      const Floats n = load(new_residual + i, lanes) * pre_rstd;
+      store(out + i, pre.times(X{}, n, i, lanes), lanes);
+    });
+    if (p.post_rstd == nullptr) continue;
+    p.post_rstd[row] = post_rstd;
+    p.pre_rstd[row] = pre_rstd;
   }
 }
 
@@ -200,6 +244,12 @@ FUSELAGE_HIDDEN void rms_norm_forward(const RmsNormForward& p, int64_t row_begin
   });
 }
 
+FUSELAGE_HIDDEN void rms_norm_add_rms_norm(const RmsNormAddRmsNorm& p, int64_t row_begin,
+                                           int64_t row_end) {
+  visit_dtype(p.x_dtype,
+              [&](auto x) { rms_norm_add_rms_norm_rows<decltype(x)>(p, row_begin, row_end); });
+}
+
 FUSELAGE_HIDDEN void rms_norm_backward(const RmsNormBackward& p, int64_t chunk_begin,
                                        int64_t chunk_end) {
   rms_norm_visit_types(p, [&](auto x, auto w, auto out) {
@@ -218,6 +268,8 @@ FUSELAGE_HIDDEN void rms_norm_backward_weight(const RmsNormBackward& p, int64_t 
 // The public functions
 
 FUSELAGE_PICK_ISA(rms_norm_forward, (const RmsNormForward& p, int64_t begin, int64_t end),
+                  (p, begin, end))
+FUSELAGE_PICK_ISA(rms_norm_add_rms_norm, (const RmsNormAddRmsNorm& p, int64_t begin, int64_t end),
                   (p, begin, end))
 FUSELAGE_PICK_ISA(rms_norm_backward, (const RmsNormBackward& p, int64_t begin, int64_t end),
                   (p, begin, end))

@@ -1,5 +1,5 @@
-// CPU kernels of rms_norm and fused_add_rms_norm. Each call does a range of the work, so that the
-// caller's thread pool can share it out.
+// CPU kernels of rms_norm, fused_add_rms_norm and rms_norm_add_rms_norm. Each call does a range of
+// the work, so that the caller's thread pool can share it out.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,7 @@ namespace fuselage::cpu {
 
 // Rows [row_begin, row_end) of the forward.
 void rms_norm_forward(const RmsNormForward& p, int64_t row_begin, int64_t row_end);
+void rms_norm_add_rms_norm(const RmsNormAddRmsNorm& p, int64_t row_begin, int64_t row_end);
 
 // Chunks [chunk_begin, chunk_end) of the backward. The rows are cut into p.partial_count equal
 // chunks (a number that depends on the shape alone, never on the thread count, so that results do

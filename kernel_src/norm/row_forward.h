@@ -4,13 +4,16 @@
 //   stats = of sums over the row
 //   out   = a function of s, the stats, and values of the columns
 //
-// rms_norm, fused_add_rms_norm (rms_norm.cu), layer_norm, fused_add_layer_norm, ada_layer_norm,
-// ada_rms_norm and gate_residual_ada_norm (ada_norm.cu) say what differs in a struct, Op:
+// rms_norm, fused_add_rms_norm (rms_norm.cu), rms_norm_add_rms_norm, layer_norm,
+// fused_add_layer_norm, ada_layer_norm, ada_rms_norm and gate_residual_ada_norm (ada_norm.cu) say
+// what differs in a struct, Op:
 //
 //   Params                what the kernel is given: raw pointers, sizes, strides
 //   In, Out               element types of the inputs and of out; a vector is 16 bytes of In
 //   Inputs                start() issues the loads of a row, finish(j) combines vector j to s
 //   kWritesSum, sum_row   whether s is a result, too, and where it goes
+//   kNormsInput           whether what finish(j) gives is itself summed over the row first, to
+//                         InputStats; then Inputs' add(j) makes s of it, these, and the rest
 //   kSums, sums_of        what is summed of a vector; where kCentres and centred(p), its moments
 //                         instead (norm/row_reduce.h; kShared, too, and then kRest)
 //   Stats                 of a row: made of its sums, saved, sent to other lanes
@@ -76,10 +79,12 @@ __device__ __forceinline__ V vector_at(const V (&vectors)[kRows][kVectors], int 
 }
 
 // The stats of a thread's rows: of the one that this lane looks after (RowTree).
-template <typename Op, bool kAligned, int kRows, int kVectors, int N, typename Scratch>
-__device__ __forceinline__ typename Op::Stats stats_of_rows(
-    const typename Op::Params& p, Vector<typename Op::In, N> (&s)[kRows][kVectors],
-    const RowPart& part, int first_column, int cluster, Scratch& scratch) {
+template <typename Op, typename Stats, bool kAligned, int kRows, int kVectors, int N,
+          typename Scratch>
+__device__ __forceinline__ Stats stats_of_rows(const typename Op::Params& p,
+                                               Vector<typename Op::In, N> (&s)[kRows][kVectors],
+                                               const RowPart& part, int first_column, int cluster,
+                                               Scratch& scratch) {
   constexpr int kItems = kRows * kVectors, kStep = kWarpSize * N;
   if constexpr (Op::kCentres) {
     if (Op::centred(p)) {
@@ -95,15 +100,14 @@ __device__ __forceinline__ typename Op::Stats stats_of_rows(
             values, part.count(first_column + j * kStep, N));
         Op::forget_floats(s[i / kVectors][j]);
       }
-      return typename Op::Stats(
-          p, reduce_row<kAligned, kRows, kVectors, N>(moments, part, cluster, scratch));
+      return Stats(p, reduce_row<kAligned, kRows, kVectors, N>(moments, part, cluster, scratch));
     }
   }
   float items[kItems][Op::kSums], sums[Op::kSums];
 #pragma unroll
   for (int i = 0; i < kItems; ++i) Op::sums_of(s[i / kVectors][i % kVectors], items[i]);
   reduce_row<kRows, kVectors, N>(items, sums, cluster, scratch);
-  return typename Op::Stats(p, sums);
+  return Stats(p, sums);
 }
 
 // Launch bounds.
@@ -131,7 +135,7 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
   constexpr int kStep = kWarpSize * N;  // columns between a thread's vectors
   if constexpr (kAligned && kClusters && !kCompilesClusters) return;
   const int cluster = kClusters && kCompilesClusters ? blocks_in_cluster : 1;
-  __shared__ RowSumScratch<Op::kShared> scratch[1];
+  __shared__ RowSumScratch<Op::kShared> scratch[Op::kNormsInput ? 2 : 1];
 
   const int dim = static_cast<int>(p.dim);
   const int slice = blockDim.x * kVectors * N;  // columns of a row that a block has
@@ -170,22 +174,39 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
       s[i][j] = Vector<T, N>::zero();
       if (is_empty<Op, kAligned>(warp_start, j, kStep, dim)) continue;
       s[i][j] = inputs[i].finish(p, row_of(i), column_of(j), j);
-      if constexpr (Op::kWritesSum) storing.put(j, s[i][j]);
+      if constexpr (Op::kWritesSum && !Op::kNormsInput) storing.put(j, s[i][j]);
     }
   }
   row_sum_end(cluster);
 
   // Statistics: a lane looks after those of one row.
   const RowPart part{dim, slice_start, min(slice_start + slice, dim), warp_start};
-  const Stats own_stats =
-      stats_of_rows<Op, kAligned>(p, s, part, first_column, cluster, scratch[0]);
   using Tree = RowTree<kRows, kVectors, N>;
   const auto lane_of = [&](int i) { return Tree::lane_of(i * kVectors); };
   const int own_row = Tree::own_item() / kVectors;
-  if (slice_start == 0 && static_cast<int>(threadIdx.x) == lane_of(own_row) &&
-      first_row + own_row < p.rows) {
-    own_stats.save(p, first_row + own_row);
+  const bool saves = slice_start == 0 && static_cast<int>(threadIdx.x) == lane_of(own_row) &&
+                     first_row + own_row < p.rows;
+  if constexpr (Op::kNormsInput) {
+    using InputStats = typename Op::InputStats;
+    const InputStats own =
+        stats_of_rows<Op, InputStats, kAligned>(p, s, part, first_column, cluster, scratch[1]);
+    if (saves) own.save(p, first_row + own_row);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const InputStats stats = kRows == 1 ? own : own.from(lane_of(i), Tree::width());
+      RowStoring<T, N, kVectors, kAligned> storing(Op::sum_row(p, first_row + i) + first_column,
+                                                   left_of(i));
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        if (is_empty<Op, kAligned>(warp_start, j, kStep, dim)) continue;
+        s[i][j] = inputs[i].add(p, column_of(j), j, s[i][j], stats);
+        storing.put(j, s[i][j]);
+      }
+    }
   }
+  const Stats own_stats =
+      stats_of_rows<Op, Stats, kAligned>(p, s, part, first_column, cluster, scratch[0]);
+  if (saves) own_stats.save(p, first_row + own_row);
 
   // Write the results.
   Op::template with_columns<kAligned>(p, [&](auto tag) {
@@ -254,6 +275,30 @@ __global__ void __launch_bounds__(kForwardThreads)
   const int step = blockDim.x * N;
   using Inputs = typename Op::template Inputs<1, false>;
 
+  // Of the input, where it is normalised itself.
+  const auto input_stats = [&] {
+    if constexpr (Op::kNormsInput) {
+      __shared__ RowSumScratch<kSums> input_scratch[1];
+      float sums[kSums] = {};
+#pragma unroll 1
+      for (int start = 0; start < dim; start += step) {
+        const int column = start + static_cast<int>(threadIdx.x) * N;
+        Inputs inputs;
+        inputs.start(p, row, column, max(dim - column, -N));
+        float vector[kSums];
+        Op::sums_of(inputs.finish(p, row, column, 0), vector);
+#pragma unroll
+        for (int k = 0; k < kSums; ++k) sums[k] += vector[k];
+      }
+      row_sum<false>(sums, 1, input_scratch, 0);
+      const typename Op::InputStats stats(p, sums);
+      if (threadIdx.x == 0) stats.save(p, row);
+      return stats;
+    } else {
+      return 0;
+    }
+  }();
+
   // f(column, columns left, s): s is combined, and written, the first time. NOTE: x and out, or
   // residual and new_residual, may be the same memory. A warp reads all elements of its vectors
   // before it writes them.
@@ -267,6 +312,7 @@ __global__ void __launch_bounds__(kForwardThreads)
         Inputs inputs;
         inputs.start(p, row, column, left);
         s = inputs.finish(p, row, column, 0);
+        if constexpr (Op::kNormsInput) s = inputs.add(p, column, 0, s, input_stats);
         if constexpr (Op::kWritesSum) {
           RowStoring<T, N, 1, false> storing(Op::sum_row(p, row) + column, left);
           storing.put(0, s);

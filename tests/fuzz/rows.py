@@ -56,6 +56,12 @@ def _rms(draw: Draw, shape, dtype):
     }
 
 
+def _norm_add_norm(draw: Draw, shape, dtype):
+    inputs, options = _rms(draw, shape, dtype)
+    del options["out_dtype"]
+    return inputs, options | {"pre_eps": draw.choice((None, eps_of(draw)))}
+
+
 def _gated(draw: Draw, shape, dtype):
     first, dim = draw.chance(0.5), shape[-1]
     sizes = [size for size in (1, 2, 3, 8, 64, dim) if size and dim % size == 0]
@@ -157,6 +163,7 @@ STYLES: dict[str, tuple[Operator, Callable]] = {
     for op, style in (
         (operators.RMS_NORM, _rms),
         (operators.FUSED_ADD_RMS_NORM, _rms),
+        (operators.RMS_NORM_ADD_RMS_NORM, _norm_add_norm),
         (operators.GATED_RMS_NORM, _gated),
         (operators.LAYER_NORM, _layer),
         (operators.FUSED_ADD_LAYER_NORM, _layer),
@@ -200,6 +207,29 @@ def _fused_add_formula(dtype, x, residual, weight=None, eps=1e-6, **options):
     return eager.rms_norm(total, weight, eps, **options), total
 
 
+def _norm_add_norm_formula(
+    dtype, x, residual, post_weight=None, pre_weight=None, eps=1e-6, *, pre_eps=None, **options
+):
+    n = reference.round_to(dtype, eager.rms_norm(x, post_weight, eps, **options)).float()
+    total = reference.round_to(dtype, n + residual).float()
+    total = _RoundedGradient.apply(total, dtype)
+    pre_eps = eps if pre_eps is None else pre_eps
+    return eager.rms_norm(total, pre_weight, pre_eps, **options), total
+
+
+class _RoundedGradient(torch.autograd.Function):
+    """Of what it returns: in half precision it may overflow, and what comes of it."""
+
+    @staticmethod
+    def forward(ctx, x, dtype):
+        ctx.dtype = dtype
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.to(ctx.dtype).float(), None
+
+
 def _fused_add_layer_formula(dtype, x, residual, weight=None, bias=None, eps=1e-5):
     total = reference.round_to(dtype, x + residual).float()
     return eager.layer_norm(total, weight, bias, eps), total
@@ -218,6 +248,7 @@ FORMULAS = {
     "fused_add_layer_norm": _fused_add_layer_formula,
     "fused_add_rms_norm": _fused_add_formula,
     "gate_residual_ada_norm": _gate_residual_formula,
+    "rms_norm_add_rms_norm": _norm_add_norm_formula,
 }
 
 
@@ -412,7 +443,7 @@ def check_repeats(kernel, draw: Draw, call, outputs, grads, grad_outs, requires)
 
 # In their backward on a GPU, rows off 16-byte boundaries may be added up in another order:
 # docs/limits.md.
-RMS_NORMS = ("rms_norm", "fused_add_rms_norm")
+RMS_NORMS = ("rms_norm", "fused_add_rms_norm", "rms_norm_add_rms_norm")
 ADA_NORMS = ("ada_layer_norm", "ada_rms_norm", "gate_residual_ada_norm")
 STAGED = (*RMS_NORMS, "gated_rms_norm", "layer_norm", "fused_add_layer_norm", *ADA_NORMS)
 

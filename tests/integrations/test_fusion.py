@@ -47,6 +47,48 @@ class NormOfASum(Block):
         return self.rms(x + y)
 
 
+class NormSumNorm(Block):
+    """As in Gemma 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.post = nn.RMSNorm(DIM, eps=1e-3)
+        nn.init.normal_(self.post.weight, 0.5, 0.3)
+
+    def forward(self, x, y, scale, shift, gate):
+        residual = x
+        h = self.mix(y)
+        h = self.post(h)
+        h = residual + h
+        residual = h
+        h = self.rms(h)
+        return residual, h
+
+
+class NormSumNormInside(NormSumNorm):
+    def forward(self, x, y, scale, shift, gate):
+        return self.rms(self.post(y) + x)
+
+
+class NormIsReadAgain(NormSumNorm):
+    """The first norm is a result, too."""
+
+    def forward(self, x, y, scale, shift, gate):
+        n = self.post(y)
+        h = x + n
+        return self.rms(h), h, n
+
+
+class NormedChanges(NormSumNorm):
+    """What the first norm reads has another value by the sum."""
+
+    def forward(self, x, y, scale, shift, gate):
+        n = self.post(y)
+        y = y * 3
+        h = x + n
+        return self.rms(h), h, y
+
+
 class Modulated(Block):
     def forward(self, x, y, scale, shift, gate):
         return self.free(x) * (1 + scale) + shift
@@ -277,6 +319,10 @@ class WithAClosure(Block):
 FUSED = {
     SumThenNorm: {"fused_add_layer_norm": 1},
     NormOfASum: {"fused_add_rms_norm": 1},
+    NormSumNorm: {"rms_norm_add_rms_norm": 1},
+    NormSumNormInside: {"rms_norm_add_rms_norm": 1},
+    NormIsReadAgain: {"rms_norm": 1, "fused_add_rms_norm": 1},
+    NormedChanges: {"rms_norm": 1, "fused_add_rms_norm": 1},
     Modulated: {"ada_norm": 1},
     ModulatedTheOtherWayRound: {"ada_norm": 1},
     ModulatedWithoutAShift: {"ada_norm": 1},

@@ -231,9 +231,9 @@ inline OptionalTensor check_vector(const char* op, const char* name, const Optio
 }
 
 // As float32, in which kernels take it.
-inline void check_eps(const char* op, double eps) {
-  FUSELAGE_CHECK(op, eps >= 0 && std::isfinite(static_cast<float>(eps)),
-                 "`eps` must be finite and not negative, got ", eps);
+inline void check_eps(const char* op, double eps, const char* name = "eps") {
+  FUSELAGE_CHECK(op, eps >= 0 && std::isfinite(static_cast<float>(eps)), "`", name,
+                 "` must be finite and not negative, got ", eps);
 }
 
 inline void check_not_nan(const char* op, const char* name, double value) {

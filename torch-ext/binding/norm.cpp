@@ -97,7 +97,54 @@ void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const Optional
   run(a, p, {x, residual, std::nullopt});
 }
 
-// The gradient of both forwards: (grad_x, grad_weight), either of them empty where not needed.
+template <bool kForGradient>
+auto rms_norm_add_rms_norm(const Tensor& x, const Tensor& residual,
+                           const OptionalTensor& post_weight, const OptionalTensor& pre_weight,
+                           double eps, double pre_eps, double weight_offset,
+                           bool cast_before_weight) {
+  const char* op = "rms_norm_add_rms_norm";
+  RmsNormAddRmsNorm p{};
+  p.x_dtype = check_rows(op, x);
+  check_columns(op, "x", x);
+  check_eps(op, eps);
+  check_eps(op, pre_eps, "pre_eps");
+  check_not_nan(op, "weight_offset", weight_offset);
+  check_like(op, "residual", residual, x);
+  const OptionalTensor post = check_vector(op, "post_weight", post_weight, x);
+  const OptionalTensor pre = check_vector(op, "pre_weight", pre_weight, x);
+  read_vector(p.post_weight, p.post_weight_dtype, post, p.x_dtype);
+  read_vector(p.pre_weight, p.pre_weight_dtype, pre, p.x_dtype);
+  p.rows = rows_in(x);
+  p.dim = columns_in(x);
+  p.eps = static_cast<float>(eps);
+  p.pre_eps = static_cast<float>(pre_eps);
+  p.weight_offset = static_cast<float>(weight_offset);
+  p.cast_before_weight = cast_before_weight;
+
+  const Tensor out = empty_like(x, x.scalar_type());
+  const Tensor new_residual = empty_like(x, x.scalar_type());
+  OptionalTensor post_rstd, pre_rstd;
+  if (kForGradient) {
+    post_rstd = empty_floats({p.rows}, x);
+    pre_rstd = empty_floats({p.rows}, x);
+    p.post_rstd = static_cast<float*>(post_rstd->mutable_data_ptr());
+    p.pre_rstd = static_cast<float*>(pre_rstd->mutable_data_ptr());
+  }
+  if (!is_nothing(x, p.rows, p.dim)) {
+    const auto x_rows = read_rows(p.x, p.x_stride, x);
+    const auto residual_rows = read_rows(p.residual, p.residual_stride, residual);
+    p.out = out.mutable_data_ptr();
+    p.new_residual = new_residual.mutable_data_ptr();
+    launch<cpu::rms_norm_add_rms_norm, gpu::rms_norm_add_rms_norm>(op, x, p, p.rows, p.dim);
+  }
+  if constexpr (kForGradient) {
+    return std::tuple(out, new_residual, *post_rstd, *pre_rstd);
+  } else {
+    return std::tuple(out, new_residual);
+  }
+}
+
+// The gradient of all forwards: (grad_x, grad_weight), either of them empty where not needed.
 std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad_out,
                                         const OptionalTensor& grad_new_residual, const Tensor& x,
                                         const OptionalTensor& weight, const Tensor& rstd,
@@ -170,6 +217,12 @@ void register_norm_ops(const Ops& ops) {
               "cast_before_weight, ScalarType? out_dtype",
               "Tensor out, Tensor new_residual", "Tensor rstd",
               TORCH_BOX(&fused_add_rms_norm<false>), TORCH_BOX(&fused_add_rms_norm<true>));
+  ops.forward(
+      "rms_norm_add_rms_norm",
+      "Tensor x, Tensor residual, Tensor? post_weight, Tensor? pre_weight, float eps, float "
+      "pre_eps, float weight_offset, bool cast_before_weight",
+      "Tensor out, Tensor new_residual", "Tensor post_rstd, Tensor pre_rstd",
+      TORCH_BOX(&rms_norm_add_rms_norm<false>), TORCH_BOX(&rms_norm_add_rms_norm<true>));
   ops.op(
       "fused_add_rms_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, float eps, float "
       "weight_offset, bool cast_before_weight) -> ()",

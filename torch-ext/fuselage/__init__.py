@@ -56,7 +56,13 @@ from .linear_loss import (
     linear_log_probs_shard,
 )
 from .loss import LogProbs, cross_entropy, log_probs
-from .norm import fused_add_rms_norm, fused_add_rms_norm_, gated_rms_norm, rms_norm
+from .norm import (
+    fused_add_rms_norm,
+    fused_add_rms_norm_,
+    gated_rms_norm,
+    rms_norm,
+    rms_norm_add_rms_norm,
+)
 from .poly_norm import fused_mul_poly_norm, grouped_poly_norm, poly_norm
 from .rope import (
     apply_rotary,
@@ -128,6 +134,7 @@ __all__ = [
     "relu2",
     "relu_and_mul",
     "rms_norm",
+    "rms_norm_add_rms_norm",
     "silu",
     "silu_and_mul",
     "swiglu",

@@ -323,6 +323,7 @@ RULES: dict[str, Rule] = {
     "rms_norm_bwd": _gradient(
         ("x", "grad_out", "grad_new_residual"), columns=("weight",), kind=Norm
     ),
+    **_with_gradient("rms_norm_add_rms_norm", Rule(_SUM, ("post_weight", "pre_weight"))),
     **_with_gradient("gated_rms_norm", Rule(("x", "gate"), ("weight",))),
     "gated_rms_norm_bwd": _gradient(("x", "gate", "grad_out"), ("weight",)),
     **_with_gradient("layer_norm", Norm(_X, columns=_AFFINE)),

@@ -30,6 +30,7 @@ _rms_norm = ops.rms_norm.default
 _rms_norm_bwd = ops.rms_norm_bwd.default
 _fused_add_rms_norm = ops.fused_add_rms_norm.default
 _fused_add_rms_norm_inplace = ops.fused_add_rms_norm_.default
+_rms_norm_add_rms_norm = ops.rms_norm_add_rms_norm.default
 _gated_rms_norm = ops.gated_rms_norm.default
 _gated_rms_norm_bwd = ops.gated_rms_norm_bwd.default
 
@@ -162,6 +163,57 @@ def fused_add_rms_norm_(
     return x, residual
 
 
+def rms_norm_add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    post_weight: Optional[torch.Tensor] = None,
+    pre_weight: Optional[torch.Tensor] = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = False,
+    pre_eps: Optional[float] = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalises, adds the residual, and normalises the sum, in one pass.
+
+        n            = rms_norm(x, post_weight, eps, ...)
+        new_residual = round(residual + n)
+        out          = rms_norm(new_residual, pre_weight, pre_eps, ...)
+
+    The norm after a layer, the residual addition, and the norm before the next layer. What is
+    rounded is what the three steps round: `n` and the sum, both to the activations' dtype. In half
+    precision the results are bit for bit those of `n = rms_norm(x, ...)` and then
+    `fused_add_rms_norm(n, residual, ...)`; in float32 a product and the addition round once.
+
+    Args:
+        x: `[..., dim]`, float16, bfloat16 or float32: the result of attention or of an MLP. Rows of
+            adjacent elements with one stride between them are read in place; anything else is made
+            contiguous first.
+        residual: Shape, dtype and device of `x`.
+        post_weight: `[dim]`, in `x`'s dtype or float32, of the norm of `x`. None multiplies by one,
+            whatever the offset.
+        pre_weight: Likewise, of the norm of the sum.
+        eps: Added to the mean of squares, in both norms.
+        weight_offset, cast_before_weight: As in `rms_norm`, for both norms.
+        pre_eps: In place of `eps`, in the norm of the sum.
+
+    Returns:
+        `(out, new_residual)`, both contiguous and both differentiable (once) in `x`, `residual` and
+        the weights. The gradient of `new_residual` is rounded to its dtype before it goes through
+        the first norm, as it is between PyTorch's operators.
+
+    Raises:
+        RuntimeError: A wrong dtype, shape or device, naming the argument, what it must be and what
+            it is.
+
+    Source: the blocks of Gemma 2 and 3, with `weight_offset=1.0`.
+    """
+    options = (eps, eps if pre_eps is None else pre_eps, weight_offset, cast_before_weight)
+    if some_need_grad(x, residual, post_weight, pre_weight):
+        return _differentiable_rms_norm_add_rms_norm(x, residual, post_weight, pre_weight, *options)
+    return _rms_norm_add_rms_norm(x, residual, post_weight, pre_weight, *options)
+
+
 def gated_rms_norm(
     x: torch.Tensor,
     gate: torch.Tensor,
@@ -256,6 +308,30 @@ def _fused_add_rms_norm_backward(ctx, grad_out, grad_new_residual):
     return grad_sum, grad_sum, grad_weight
 
 
+def _save_rms_norm_add_rms_norm(ctx, inputs, outputs):
+    x, _, post_weight, pre_weight, _, _, ctx.weight_offset, _ = inputs
+    _, new_residual, post_rstd, pre_rstd = outputs
+    ctx.save_for_backward(x, post_weight, post_rstd, new_residual, pre_weight, pre_rstd)
+
+
+def _rms_norm_add_rms_norm_backward(ctx, grad_out, grad_new_residual):
+    x, post_weight, post_rstd, new_residual, pre_weight, pre_rstd = ctx.saved_tensors
+    needs_x, needs_residual, needs_post, needs_pre = ctx.needs_input_grad[:4]
+    needs_sum = needs_x or needs_residual or needs_post
+    grad_sum, grad_pre_weight = grad_new_residual, None
+    if grad_out is not None:  # not only new_residual was used
+        grad_sum, grad_pre_weight = _rms_norm_bwd(
+            *(grad_out, grad_new_residual, new_residual, pre_weight, pre_rstd, ctx.weight_offset),
+            *(needs_sum, needs_pre),
+        )
+    grad_x = grad_post_weight = None
+    if needs_x or needs_post:
+        grad_x, grad_post_weight = _rms_norm_bwd(
+            *(grad_sum, None, x, post_weight, post_rstd, ctx.weight_offset, needs_x, needs_post)
+        )
+    return grad_x, grad_sum, grad_post_weight, grad_pre_weight
+
+
 def _save_gated_rms_norm(ctx, inputs, outputs):
     x, gate, weight, _, *ctx.options, _ = inputs
     ctx.save_for_backward(x, gate, weight, outputs[1])
@@ -276,14 +352,25 @@ _differentiable_fused_add_rms_norm = differentiable(
     backward=_fused_add_rms_norm_backward,
     results=2,
 )
+_differentiable_rms_norm_add_rms_norm = differentiable(
+    "rms_norm_add_rms_norm",
+    save=_save_rms_norm_add_rms_norm,
+    backward=_rms_norm_add_rms_norm_backward,
+    results=2,
+)
 _differentiable_gated_rms_norm = differentiable(
     "gated_rms_norm", save=_save_gated_rms_norm, backward=_gated_rms_norm_backward, results=1
 )
 
 
+_SUM = ("x", "residual")
+
 register_autocast(Norm(("x",), "weight"), "rms_norm", "rms_norm_fwd")
 register_autocast(Norm(("x", "gate"), "weight"), "gated_rms_norm", "gated_rms_norm_fwd")
-register_autocast(Norm(("x", "residual"), "weight"), "fused_add_rms_norm", "fused_add_rms_norm_fwd")
+register_autocast(Norm(_SUM, "weight"), "fused_add_rms_norm", "fused_add_rms_norm_fwd")
+register_autocast(
+    Norm(_SUM, "post_weight", "pre_weight"), "rms_norm_add_rms_norm", "rms_norm_add_rms_norm_fwd"
+)
 
 
 # Shapes and dtypes of the results, for tracing. This is also what runs when an input is on the meta
@@ -299,6 +386,10 @@ def _fake_fused_add_rms_norm(x, residual, *options):
     return out, like(x), rstd
 
 
+def _fake_rms_norm_add_rms_norm(x, residual, *options):
+    return like(x), like(x), floats_of_rows(x), floats_of_rows(x)
+
+
 def _fake_gated_rms_norm(x, gate, weight, eps, activation, norm_before_gate, group_size, cast):
     groups = 1 if group_size is None else x.shape[-1] // group_size
     rows = math.prod(x.shape[:-1])
@@ -309,5 +400,6 @@ register_fakes("rms_norm", _fake_rms_norm, results=1)
 register_fakes("fused_add_rms_norm", _fake_fused_add_rms_norm, results=2)
 register_fake_in_place("fused_add_rms_norm_")
 register_fake_gradients("rms_norm_bwd")
+register_fakes("rms_norm_add_rms_norm", _fake_rms_norm_add_rms_norm, results=2)
 register_fakes("gated_rms_norm", _fake_gated_rms_norm, results=1)
 register_fake_gradients("gated_rms_norm_bwd")

@@ -1,4 +1,4 @@
-"""rms_norm and fused_add_rms_norm."""
+"""rms_norm, fused_add_rms_norm and rms_norm_add_rms_norm."""
 
 from __future__ import annotations
 
@@ -91,6 +91,11 @@ def eager_fused_add_rms_norm(x, residual, weight):
     return eager_rms_norm(new_residual, weight), new_residual
 
 
+def eager_rms_norm_add_rms_norm(x, residual, post_weight, pre_weight):
+    new_residual = residual + eager_rms_norm(x, post_weight)
+    return eager_rms_norm(new_residual, pre_weight), new_residual
+
+
 def torch_rms_norm(x, weight):
     return F.rms_norm(x, weight.shape, weight, EPS).to(x.dtype)
 
@@ -98,6 +103,11 @@ def torch_rms_norm(x, weight):
 def torch_fused_add_rms_norm(x, residual, weight):
     new_residual = x + residual
     return torch_rms_norm(new_residual, weight), new_residual
+
+
+def torch_rms_norm_add_rms_norm(x, residual, post_weight, pre_weight):
+    new_residual = residual + torch_rms_norm(x, post_weight)
+    return torch_rms_norm(new_residual, pre_weight), new_residual
 
 
 # Liger: "gemma" is the casting that rounds once, as fuselage does by default. In place is its
@@ -116,6 +126,15 @@ def liger_fused_add_rms_norm():
     return lambda x, residual, weight: LigerFusedAddRMSNormFunction.apply(
         x, residual, weight, EPS, 0.0, "gemma", False
     )
+
+
+def liger_rms_norm_add_rms_norm():
+    norm, add_norm = liger_rms_norm(), liger_fused_add_rms_norm()
+
+    def call(x, residual, post_weight, pre_weight):
+        return add_norm(norm(x, post_weight), residual, pre_weight)
+
+    return call
 
 
 def quack_rms_norm():
@@ -154,6 +173,16 @@ def _fused_add_rms_norm_contenders(fuselage: ModuleType):
     }
 
 
+def _rms_norm_add_rms_norm_contenders(fuselage: ModuleType):
+    return {
+        "fuselage": lambda: lambda *inputs: fuselage.rms_norm_add_rms_norm(*inputs, EPS),
+        "eager": lambda: eager_rms_norm_add_rms_norm,
+        "torch": lambda: torch_rms_norm_add_rms_norm,
+        "compile": lambda: compiled(eager_rms_norm_add_rms_norm),
+        "liger": liger_rms_norm_add_rms_norm,
+    }
+
+
 def _reference(x, weight, dtype):
     return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight,)
 
@@ -161,6 +190,11 @@ def _reference(x, weight, dtype):
 def _fused_add_reference(x, residual, weight, dtype):
     new_residual = rounded(x + residual, dtype)
     return (*_reference(new_residual, weight, dtype), new_residual)
+
+
+def _rms_norm_add_reference(x, residual, post_weight, pre_weight, dtype):
+    n = rounded(*_reference(x, post_weight, dtype), dtype)
+    return _fused_add_reference(n, residual, pre_weight, dtype)
 
 
 def _host_sections(fuselage: ModuleType, device: str) -> list[HostSection]:
@@ -268,5 +302,29 @@ OPERATORS = [
         reference=_fused_add_reference,
         # Backward: the gradient of x is also that of the residual, written once.
         necessary_bytes={"fwd": _moves(4, 1), "bwd": _moves(4, 2)},
+    ),
+    Operator(
+        name="rms_norm_add_rms_norm",
+        shapes=[
+            _shape(16384, 4096, "main", "quick"),
+            _shape(8192, 3072, "main"),
+            _shape(_rows_for(2560), 2560, "odd"),
+            _shape(_rows_for(4097), 4097, "odd"),
+            _shape(_rows_for(131072), 131072, "odd"),
+            _shape(1048576, 128, "odd"),
+            _shape(1024, 2048, "small"),
+            _shape(1, 4096, "small"),
+            _shape(16384, 4096, "dtype", dtype=torch.float32),
+            *_CPU,
+        ],
+        make_inputs=lambda shape, device: (
+            *(_activations(shape, device) for _ in range(2)),
+            *(_weight(shape, device) for _ in range(2)),
+        ),
+        contenders=_rms_norm_add_rms_norm_contenders,
+        reference=_rms_norm_add_reference,
+        roundings=2,
+        # Backward: reads both gradients, x and the sum; writes the gradients of x and the residual.
+        necessary_bytes={"fwd": _moves(4, 2), "bwd": _moves(6, 4)},
     ),
 ]

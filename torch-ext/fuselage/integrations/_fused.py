@@ -27,6 +27,17 @@ def add_norm(norm: torch.nn.Module, x, residual):
     return norm(total), total
 
 
+def norm_add_norm(post: torch.nn.Module, x, residual, norm: torch.nn.Module):
+    """`r = residual + post(x)`; returns `norm(r)` and `r`, in one pass if both are RMS norms of
+    ours that round alike.
+    """
+    alike = replacement_of(post) == replacement_of(norm) != LAYER_NORM
+    same_shape = _shape(x) is not None and _shape(x) == _shape(residual)
+    if alike and same_shape and _is_ours(post) and _is_ours(norm):
+        return norm(x, residual, post)
+    return add_norm(norm, post(x), residual)
+
+
 def _is_ours(norm: torch.nn.Module) -> bool:
     what = replacement_of(norm)
     return what is not None and is_norm(what) and not listened_to(norm)

@@ -3,6 +3,7 @@
 A module whose norms were replaced gets its own forward with other expressions in a few places:
 
     h = residual + x;  n = self.norm(h)               -> n, h = add_norm(self.norm, x, residual)
+    h = residual + self.post(x);  n = self.norm(h)    -> n, h = norm_add_norm(self.post, x, ..)
     self.norm(residual + x)                           -> add_norm(..)[0]
     self.norm(x) * (1 + scale) + shift                -> modulated(self.norm, x, scale, shift)
     h = residual + gate * x;  n = (as above)(h)       -> n, h = gated_norm(..)
@@ -34,7 +35,8 @@ from ._norms import LAYER_NORM, is_norm
 from ._patch import Found, Match, marked, replacement_of
 
 # What replaced a norm, and whether it has a form with scale and shift.
-_RMS = "rms_norm (weight"
+_RMS_NORM = "rms_norm ("
+_RMS = f"{_RMS_NORM}weight"
 _PREFIX = "fuselage"  # of names in the forward
 _GATE = "addcmul (gate and residual)"  # what the report says where there is nothing else
 _UNROUNDED = "rounded not at all"  # its result is float32
@@ -90,7 +92,7 @@ def _lines(bodies: list[list[ast.stmt]]) -> Iterator[tuple[int, int]]:
 
 
 _CALLS = (
-    *(_fused.add_norm, _fused.modulated, _fused.gated_norm, _fused.gated),
+    *(_fused.add_norm, _fused.norm_add_norm, _fused.modulated, _fused.gated_norm, _fused.gated),
     *(_fused.modulation, _fused.gated_modulation),
 )
 _HELPERS = {f"{_PREFIX}_{function.__name__}": function for function in _CALLS}
@@ -405,7 +407,23 @@ class _Statements:
                 return _patterns.Sum(
                     pair, residual, tuple(_patterns.floated(f)[0] for f in product), True, before
                 )
-        return None if like is not None else _patterns.Sum(pair, pair[0], pair[1:])
+        if like is not None:
+            return None
+        return _patterns.Sum(pair, pair[0], pair[1:], normed=self._normed_term(pair, i))
+
+    def _normed_term(self, pair: tuple, i: int) -> Optional[_patterns.NormedTerm]:
+        """The term of a sum in statement i that is an RMS norm, of this statement or another."""
+        for residual, term in (pair, pair[::-1]):
+            before, call = None, self.fusion.norm_call(term)
+            if call is None and isinstance(term, ast.Name):
+                before = self._only_definition(term.id, i)
+                call = None if before is None else self._norm_set_by(before)
+            if call is None or not self.fusion.norms[call[0].attr].startswith(_RMS_NORM):
+                continue
+            if before is None or self._may_move(call[1], range(before + 1, i)):
+                what = self.fusion.norms[call[0].attr]
+                return _patterns.NormedTerm(*call, residual, what, before)
+        return None
 
     def _product(self, x: ast.expr, i: int) -> tuple[Optional[tuple], Optional[int]]:
         """The factors of `x`, and the statement that multiplies them, if that is not i."""
@@ -456,6 +474,7 @@ class _Statements:
         first, second = self._sum_set_by(i, name), inner._sum_set_by(q, name)
         if first is None or second is None or first.wide or second.wide:
             return False
+        first.normed = second.normed = None  # these stay where they are
         if not inner._norm_may_move(site, q, *[len(inner.statements)] * 2):
             return False
         between = range(i + 1, m)
@@ -518,12 +537,20 @@ class _Statements:
             # The norm rounds as it does; a product is computed before it.
             if total.wide:
                 return None
+            if total.normed is not None and self.fusion.norms[site.name] == total.normed.what:
+                return self._norm_add_norm(site, total.normed)
             self.fusion.whats.add("fused_add_layer_norm" if layer else "fused_add_rms_norm")
             return self._call("add_norm", site.norm, *total.terms)
         self.fusion.calls("gate_residual_ada_norm")
         flags = (ast.Constant(site.cast), ast.Constant(total.wide))
         parts = (*self._parts_of(total), site.scale, site.shift)
         return self._call("gated_norm", site.norm, *parts, *flags)
+
+    def _norm_add_norm(self, site: _patterns.Normed, normed: _patterns.NormedTerm) -> ast.expr:
+        if normed.before is not None:
+            self._set(normed.before)
+        self.fusion.whats.add("rms_norm_add_rms_norm")
+        return self._call("norm_add_norm", normed.norm, normed.x, normed.residual, site.norm)
 
     def _parts_of(self, total: _patterns.Sum) -> tuple[Optional[ast.expr], ...]:
         """The residual, x and the gate or None; a statement of the product alone is dropped."""

@@ -11,7 +11,7 @@ from typing import Callable, Optional
 import torch
 
 from ..ada_norm import fused_add_layer_norm, layer_norm
-from ..norm import fused_add_rms_norm, rms_norm
+from ..norm import fused_add_rms_norm, rms_norm, rms_norm_add_rms_norm
 from . import _probe
 from ._patch import Found, Match, marked
 
@@ -211,9 +211,18 @@ def eps_of(norm: torch.nn.Module) -> float:
 
 @cache
 def _rms_forward(name: str, offset: float, rounding: str) -> Callable:
-    """The forward of an RMS norm; with a residual, `(out, residual + x)` in one pass."""
+    """The forward of an RMS norm; with a residual, `(out, residual + x)` in one pass, or with the
+    norm `post`, which has this forward, too, `(out, residual + post(x))`.
+    """
 
-    def forward(self, x: torch.Tensor, residual: Optional[torch.Tensor] = None):
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: Optional[torch.Tensor] = None,
+        post: Optional[torch.nn.Module] = None,
+    ):
+        if post is not None and not _norms_alike(self, post, x, residual):
+            return forward(self, forward(post, x), residual)
         if residual is not None and residual.dtype != x.dtype:  # under autocast
             total = residual + x
             return forward(self, total), total
@@ -221,6 +230,7 @@ def _rms_forward(name: str, offset: float, rounding: str) -> Callable:
         # Autocast runs F.rms_norm in float32 on a GPU, and the modules around it expect that.
         autocast = isinstance(self, torch.nn.RMSNorm) and _probe.autocasts(x)
         if autocast or not taken(x, weight):
+            x = x if post is None else forward(post, x)
             if residual is None:
                 return type(self).forward(self, x)
             total = residual + x
@@ -233,6 +243,10 @@ def _rms_forward(name: str, offset: float, rounding: str) -> Callable:
             cast = rounding == "before the weight" or weight.dtype != torch.float32
             out_dtype = torch.promote_types(x.dtype, weight.dtype)
         options = {"weight_offset": offset, "cast_before_weight": cast, "out_dtype": out_dtype}
+        if post is not None:
+            options["pre_eps"], options["eps"] = epsilon, eps_of(post)
+            del options["out_dtype"]
+            return rms_norm_add_rms_norm(x, residual, post.weight, weight, **options)
         if residual is None:
             return rms_norm(x, weight, epsilon, **options)
         return fused_add_rms_norm(x, residual, weight, epsilon, **options)
@@ -240,6 +254,12 @@ def _rms_forward(name: str, offset: float, rounding: str) -> Callable:
     weight = "1 + weight" if offset else "weight"
     what = f"rms_norm ({weight}, rounded {rounding})"
     return marked(what, named(forward, name))
+
+
+def _norms_alike(norm: torch.nn.Module, post: torch.nn.Module, x, residual) -> bool:
+    """Whether all is of one dtype, and so is each result on the way."""
+    tensors = (residual, getattr(norm, "weight", None), getattr(post, "weight", None))
+    return all(t is not None and (t.dtype, t.device) == (x.dtype, x.device) for t in tensors)
 
 
 @cache

@@ -32,6 +32,17 @@ class Normed:
 
 
 @dataclass
+class NormedTerm:
+    """`self.norm(x)`, a term of a sum with the residual."""
+
+    norm: ast.expr
+    x: ast.expr
+    residual: ast.expr
+    what: str  # the norm is
+    before: Optional[int]  # the statement with the norm, where that is another one
+
+
+@dataclass
 class Sum:
     """`residual + x`, or `residual + a * b`, perhaps in float32 and cast back."""
 
@@ -40,6 +51,7 @@ class Sum:
     factors: tuple[ast.expr, ...]  # x, or a and b
     wide: bool = False
     before: Optional[int] = None  # the statement with the product, where that is another one
+    normed: Optional[NormedTerm] = None
 
     @property
     def is_gated(self) -> bool:
@@ -48,7 +60,8 @@ class Sum:
     @property
     def reads(self) -> set[str]:
         """The names in it, as it is written and as it is fused."""
-        return set().union(*map(_source.loads, (*self.terms, *self.factors)))
+        parts = [*self.terms, *self.factors, *([self.normed.x] if self.normed is not None else [])]
+        return set().union(*map(_source.loads, parts))
 
 
 def _method(node: ast.AST, name: str) -> Optional[ast.expr]:
