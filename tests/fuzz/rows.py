@@ -270,7 +270,8 @@ def make(draw: Draw, name: str, written: tuple[str, ...] = (), *, ordinary: bool
         if draw.chance(0.15):
             values[modulation] = None
     regime = "normal" if ordinary else draw.regime()
-    if regime == "extreme" and options.get("eps") == 0.0:
+    shrinks = regime == "extreme" or options.get("norm_before_gate") is False
+    if shrinks and options.get("eps") == 0.0:
         options["eps"] = 1e-12  # squares that are no normal float32 are noise: docs/limits.md
     inputs = {}
     for key, value in values.items():
