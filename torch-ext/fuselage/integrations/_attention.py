@@ -1,11 +1,13 @@
-"""Compiled causal models of transformers: attention that is told `is_causal`, without a mask.
+"""Compiled models of transformers: attention without a mask, where eager mode has none.
 
-Eager models hand attention no mask where it is purely causal. Compiled ones make a mask in memory,
-and attention reads it, in a kernel that is slower: the values of `position_ids` and of a padding
-mask are not known while the model is traced, and before Torch 2.13 tracing looked like an export.
+Eager models hand attention no mask where there is no padding, and it is purely causal or looks both
+ways. Compiled ones make a mask in memory, and attention reads it, in a kernel that is slower: the
+values of `position_ids` and of a padding mask are not known while the model is traced, and before
+Torch 2.13 tracing looked like an export, so that no mask at all was left out.
 Where the caller gave neither, both are known. Then the model is traced with an attention
 implementation whose mask function, registered with transformers, returns no mask where transformers
-itself would return none in eager mode, and makes the same mask as ever otherwise.
+itself would return none in eager mode, and makes the same mask as ever otherwise. A mask that is
+given is never left out: its values are not known.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from typing import Callable, Optional
 
 import torch
 
-from . import _probe
-from ._patch import Found, Match, marked
+from . import _probe, _source
+from ._patch import Found, Match, around, innermost, marked, replacement
 
 WHAT = "causal attention without a mask, if compiled"
+BOTH_WAYS = "attention without a mask, if compiled"
 
 _CAUSAL = f"{__name__}.causal"  # the names of attention implementations
+_UNMASKED = f"{__name__}.unmasked"
 _RECORDED = f"{__name__}.recorded"
 
 _ASKED_OF = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds"}
@@ -44,22 +48,51 @@ _KNOWN = {
 }
 
 
-def recognise_causal_model(module: torch.nn.Module) -> Found:
-    """The body of a causal language model: what holds its layers and makes their mask."""
+def recognise_masks(module: torch.nn.Module) -> Found:
+    """What makes the masks of its layers: the body of a causal language model, or of an encoder or
+    a decoder, or whatever else asks transformers for a mask that looks both ways.
+    """
     masking = sys.modules.get("transformers.masking_utils")
-    if masking is None or not getattr(module, "_supports_sdpa", False):
+    config = getattr(module, "config", None)
+    if masking is None or not hasattr(config, "_attn_implementation"):
         return None
-    if not inspect.signature(type(module).forward).parameters.keys() >= _ASKED_OF:
+    if getattr(config, "sub_configs", None):  # which would get the implementation as well
         return None
-    if not any(isinstance(child, torch.nn.ModuleList) for child in module.children()):
-        return None
-    if getattr(module.config, "sub_configs", None):  # which would get the implementation as well
-        return None
-    calls = _mask_calls(module, masking)
-    if not calls or not all(_may_be_skipped(call) for call in calls):
+    if _is_causal_model(module, masking):
+        name = _CAUSAL
+    elif _looks_both_ways(type(module), masking):
+        name = _UNMASKED
+    else:
         return None
     _register(masking)
-    return Match(WHAT, _forward(type(module)))
+    forward = _forward(type(module), innermost(module), name)
+    return Match(replacement(forward), forward)
+
+
+def _is_causal_model(module: torch.nn.Module, masking: ModuleType) -> bool:
+    """Whether it holds the layers of a causal language model and makes their mask."""
+    if not getattr(module, "_supports_sdpa", False):
+        return False
+    if not inspect.signature(type(module).forward).parameters.keys() >= _ASKED_OF:
+        return False
+    if not any(isinstance(child, torch.nn.ModuleList) for child in module.children()):
+        return False
+    calls = _mask_calls(module, masking)
+    return bool(calls) and all(_may_be_skipped(call) for call in calls)
+
+
+@cache
+def _looks_both_ways(kind: type, masking: ModuleType) -> bool:
+    """Whether its forward, or a method that it calls, asks for a mask that looks both ways.
+
+    The code need not be understood: what is left out is for the mask function to say.
+    """
+    wanted = {id(v) for k, v in vars(masking).items() if k.startswith("create_bidirectional_")}
+    return any(
+        id(method.__globals__.get(name)) in wanted
+        for method in _source.methods(kind)
+        for name in method.__code__.co_names
+    )
 
 
 def _mask_calls(module: torch.nn.Module, masking: ModuleType) -> list[dict]:
@@ -97,48 +130,58 @@ def _may_be_skipped(call: dict) -> bool:
 def _register(masking: ModuleType) -> None:
     attention = sys.modules["transformers.modeling_utils"].AttentionInterface
     sdpa = masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    masking.AttentionMaskInterface.register(_CAUSAL, _mask_function(sdpa))
-    attention.register(_CAUSAL, attention()["sdpa"])
+    for name in (_CAUSAL, _UNMASKED):
+        masking.AttentionMaskInterface.register(name, _mask_function(sdpa, name == _CAUSAL))
+        attention.register(name, attention()["sdpa"])
 
 
 @cache
-def _mask_function(sdpa: Callable) -> Callable:
-    def mask(**kwargs) -> Optional[torch.Tensor]:
-        """As the mask function of `sdpa`, and called with the same: None where `is_causal` does.
+def _mask_function(sdpa: Callable, counted: bool) -> Callable:
+    """As the mask function of `sdpa`, and called with the same: None where eager mode has none.
 
-        NOTE: `allow_is_causal_skip` is False for positions that may be packed. Here they are those
-        of a model that counts them, or it has a cache, and then they have no say.
-        """
+    NOTE: `allow_is_causal_skip` is False for positions that may be packed. Where they are
+    `counted`, the model counts them, or it has a cache, and then they have no say.
+    """
+
+    def mask(**kwargs) -> Optional[torch.Tensor]:
         queries, keys = kwargs["q_length"], kwargs["kv_length"]
         window = kwargs.get("local_size")
-        masked = kwargs.get("attention_mask") is not None or (window is not None and keys >= window)
-        # The offset of a static cache is a tensor, whose value is not known.
-        if masked or isinstance(kwargs.get("q_offset"), torch.Tensor):
+        if kwargs.get("attention_mask") is not None or (window is not None and keys >= window):
             return sdpa(**kwargs)
-        first_or_last = kwargs["allow_is_causal_skip"] and (queries == 1 or kwargs["q_offset"] == 0)
-        return None if keys == queries or first_or_last else sdpa(**kwargs)
+        if "allow_is_bidirectional_skip" in kwargs:  # nothing is masked, unless it is laid over
+            return None if kwargs["allow_is_bidirectional_skip"] else sdpa(**kwargs)
+        # The offset of a static cache is a tensor, whose value is not known.
+        if isinstance(kwargs.get("q_offset"), torch.Tensor):
+            return sdpa(**kwargs)
+        may_skip = kwargs["allow_is_causal_skip"]
+        first_or_last = may_skip and (queries == 1 or kwargs["q_offset"] == 0)
+        all_of_them = keys == queries and (may_skip or counted)
+        return None if all_of_them or first_or_last else sdpa(**kwargs)
 
     return mask
 
 
 @cache
-def _forward(kind: type) -> Callable:
+def _forward(kind: type, own: Optional[Callable], name: str) -> Callable:
+    """The forward of the class, or `own`, another one of ours, traced with an implementation."""
     signature = inspect.signature(kind.forward)
     names = tuple(signature.parameters)[1:]
 
     def forward(self, *args, **kwargs):
-        own = type(self).forward
-        if not torch.compiler.is_dynamo_compiling():
-            return own(self, *args, **kwargs)
+        inner = own or type(self).forward
+        config = self.config
+        if not torch.compiler.is_dynamo_compiling() or config._attn_implementation != "sdpa":
+            return inner(self, *args, **kwargs)
         given = {k for k, v in (*zip(names, args), *kwargs.items()) if v is not None}
         known = _KNOWN | {"position_ids"} if "past_key_values" in given else _KNOWN
-        if self.config._attn_implementation != "sdpa" or not given <= known:
-            return own(self, *args, **kwargs)
-        self.config._attn_implementation = _CAUSAL
+        config._attn_implementation = name if given <= known else _UNMASKED
         try:
-            return own(self, *args, **kwargs)
+            return inner(self, *args, **kwargs)
         finally:
-            self.config._attn_implementation = "sdpa"
+            config._attn_implementation = "sdpa"
 
     forward.__signature__ = signature
-    return marked(WHAT, forward)
+    what = WHAT if name == _CAUSAL else BOTH_WAYS
+    if own is not None:
+        what = f"{replacement(own)} and {what}"
+    return around(own, marked(what, forward))

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from . import _probe
 
 _MARK = "fuselage_replacement"  # an attribute of our functions: what they stand for
+_INNER = "fuselage_inner"  # of those around another: which
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,16 @@ def patch_modules(
     blocks: Iterable[Recogniser] = (),
     report: Optional[Report] = None,
     prefix: str = "",
+    bodies: Iterable[Recogniser] = (),
 ) -> Report:
-    """Replaces what the recognisers match: `parts` everywhere first, then `blocks` made of them."""
+    """Replaces what the recognisers match: `parts` everywhere first, then `blocks` made of them.
+
+    Those for `bodies` come last, with forwards around what is there then.
+    """
     report = Report() if report is None else report
     covered: set[int] = set()
     with unset_fake_temporarily(), _probe.isolated():  # what a probe computes must have values
-        for recognisers in (tuple(parts), tuple(blocks)):
+        for recognisers in (tuple(parts), tuple(blocks), tuple(bodies)):
             for name, module in model.named_modules():
                 if id(module) in covered:
                     continue
@@ -185,9 +190,22 @@ def replacement(method: object) -> Optional[str]:
 
 
 def replacement_of(module: torch.nn.Module) -> Optional[str]:
-    """What the module's forward was replaced by; None if we did not."""
+    """What the module's forward was replaced by, within ones around it; None if we did not."""
+    return replacement(innermost(module))
+
+
+def around(inner: Optional[Callable], function: Callable) -> Callable:
+    """Marks a function of ours as one around another, or around the class's own."""
+    setattr(function, _INNER, inner)
+    return function
+
+
+def innermost(module: torch.nn.Module) -> Optional[Callable]:
+    """The function of ours in the place of its class's forward, within ones around it."""
     holder, name = _slot(module)
-    return replacement(vars(holder).get(name))
+    method = vars(holder).get(name)
+    function = getattr(method, "__func__", method) if replacement(method) else None
+    return getattr(function, _INNER, function)
 
 
 def marked(what: str, function: Callable, attribute: str = "forward") -> Callable:

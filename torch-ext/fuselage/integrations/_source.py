@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Callable, Optional
 
+from torch import nn
+
 _FUTURE = __future__.annotations.compiler_flag
 # Parts of an expression that may not be evaluated, or more than once.
 _CONDITIONAL = (
@@ -105,6 +107,21 @@ def function_of(
     function = types.FunctionType(code, like.__globals__, like.__name__, like.__defaults__, closure)
     function.__kwdefaults__ = like.__kwdefaults__
     return function
+
+
+def methods(kind: type) -> Iterator[types.FunctionType]:
+    """The forward of a module's class, and the methods of the class that it and they call."""
+    names, seen = ["forward"], set(dir(nn.Module)) - {"forward"}
+    while names:
+        name = names.pop()
+        method = (
+            inspect.unwrap(getattr(kind, name)) if callable(getattr(kind, name, None)) else None
+        )
+        if name in seen or not isinstance(method, types.FunctionType):
+            continue
+        seen.add(name)
+        yield method
+        names += method.__code__.co_names
 
 
 # ---- questions about trees ----

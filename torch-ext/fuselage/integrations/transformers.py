@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import layers
-from ._attention import recognise_causal_model
+from ._attention import recognise_masks
 from ._fusion import recognise_fusion
 from ._gated_norms import recognise_gated_norm
 from ._gates import recognise_activation, recognise_experts_gate, recognise_gated_mlp
@@ -169,7 +169,8 @@ PARTS = (
     recognise_activation,
     recognise_rotary_attention,
 )
-BLOCKS = (recognise_fusion, recognise_norm_and_rotary, recognise_causal_model)
+BLOCKS = (recognise_fusion, recognise_norm_and_rotary)
+BODIES = (recognise_masks,)
 
 
 def patch(model: torch.nn.Module, *, loss: bool = False) -> Report:
@@ -195,7 +196,8 @@ def patch(model: torch.nn.Module, *, loss: bool = False) -> Report:
     Returns:
         What was replaced and what was not. `print` it.
     """
-    return patch_modules(model, PARTS, (*BLOCKS, recognise_causal_loss) if loss else BLOCKS)
+    blocks = (*BLOCKS, recognise_causal_loss) if loss else BLOCKS
+    return patch_modules(model, PARTS, blocks, bodies=BODIES)
 
 
 def unpatch(model: torch.nn.Module) -> int:
