@@ -31,6 +31,7 @@ from ._loss import recognise_causal_loss
 from ._norms import recognise_norm
 from ._patch import Report, patch_modules, unpatch_modules
 from ._rotary import recognise_norm_and_rotary, recognise_rotary_attention
+from ._routers import recognise_router, recognise_router_block
 
 __all__ = ["Report", "kernel_mapping", "patch", "unpatch"]
 
@@ -168,6 +169,8 @@ PARTS = (
     recognise_gated_norm,
     recognise_activation,
     recognise_rotary_attention,
+    recognise_router,
+    recognise_router_block,
 )
 BLOCKS = (recognise_fusion, recognise_norm_and_rotary)
 BODIES = (recognise_masks,)
