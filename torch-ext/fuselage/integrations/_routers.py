@@ -26,7 +26,7 @@ from ._source import methods
 
 WHAT = "topk_softmax"
 _OTHER = "it computes something else than topk_softmax"
-_TOKENS = 96  # of a probe
+_TOKENS = 48  # of a probe
 
 
 def recognise_router(module: torch.nn.Module) -> Found:
@@ -165,7 +165,7 @@ def _found_of(module: torch.nn.Module, tensors: _Tensors, settings: tuple) -> Fo
         if options is None:
             continue
         function = _forward(options)
-        if not _same_slopes(function, own, some[0]):
+        if not _same_slopes(function, own, some[0], tensors.experts):
             return "it has other gradients than topk_softmax"
         covers = {n.partition(".")[0] for n in (options.bias or "",) if "." in n}
         return Match(WHAT, function, covers=tuple(covers))
@@ -266,7 +266,8 @@ def _same_logits(options: _Options, case: _Case) -> bool:
     logits = _probe.call(_logits, options, case.plain, case.args[0].clone())
     if not isinstance(logits, torch.Tensor):
         return False
-    if case.logits is None:
+    if "logits" not in options.order:
+        case.logits = logits
         return logits.shape[:-1] == case.indices.shape[:-1]
     return logits.dtype == case.logits.dtype and torch.equal(logits, case.logits)
 
@@ -284,7 +285,7 @@ def _choices(start: _Options, case: _Case) -> Iterator[_Options]:
     styles = product(("softmax", "sigmoid"), biases, groups, (True, False))
     for score, bias, pair, renormalize in styles:
         found = replace(start, score=score, bias=bias, groups=pair, renormalize=renormalize)
-        ours = _probe.call(_choice, found, case.plain, *case.args)
+        ours = _probe.call(_choice, found, case.plain, case.logits, *case.args)
         if not _same_sets(ours, case.indices):
             continue
         for factor, cast in product(factors, (None, "logits", "input")):
@@ -302,14 +303,14 @@ def _same_choice(options: _Options, case: _Case) -> bool:
 
     In half precision some logits are equal, and PyTorch may choose any of these.
     """
-    ours = _probe.call(_choice, options, case.plain, *(t.clone() for t in case.args))
+    ours = _probe.call(_choice, options, case.plain, case.logits, *case.args)
     if not isinstance(ours, tuple) or ours[2].shape != case.indices.shape:
         return False
     logits, weights, indices = ours
     clear = torch.ones(indices.shape[:-1], dtype=torch.bool)
-    if not case.exact:
-        top = logits.float().topk(min(options.k + 1, logits.shape[-1]), -1).values
-        clear = (top.diff(dim=-1) != 0).all(-1)
+    if not case.exact and options.k < logits.shape[-1]:
+        top = logits.topk(options.k + 1, -1).values
+        clear = top[..., -1] != top[..., -2]
         if clear.sum() < 4:
             return False
     ours, theirs = indices.sort(-1), case.indices.sort(-1)
@@ -326,11 +327,10 @@ def _same_choice(options: _Options, case: _Case) -> bool:
     )
 
 
-def _same_slopes(ours: Callable, theirs: Callable, case: _Case) -> bool:
+def _same_slopes(ours: Callable, theirs: Callable, case: _Case, experts: int) -> bool:
     """Of the logits, and of each expert's weight."""
     x = case.args[0].reshape(-1, case.args[0].shape[-1])[:33].clone()
     x = x[None] if case.args[0].dim() == 3 else x
-    experts = max(case.plain.state_dict().values(), key=torch.Tensor.numel).shape[0]
 
     def dense(function: Callable) -> torch.Tensor:
         result = function(case.plain, x, *case.args[1:])
@@ -374,10 +374,11 @@ def _logits(options: _Options, module: torch.nn.Module, x: torch.Tensor) -> torc
 def _choice(
     options: _Options,
     module: torch.nn.Module,
+    logits: torch.Tensor,
     x: torch.Tensor,
     bias: Optional[torch.Tensor] = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    logits = _logits(options, module, x)
+    """What the module returns, of its logits and of its arguments."""
     if options.bias:
         bias = _tensor(module, options.bias).flatten()
     found: TopK = topk_softmax(
@@ -408,9 +409,10 @@ def _forward(options: _Options) -> Callable:
             return False
         if _tensor(module, tensors.weight).dtype not in _probe.DTYPES:
             return False
-        # Hooks of a submodule may bring its bias to the device, but it is not called.
-        if options.bias and _tensor(module, options.bias).device != x.device:
-            return False
+        if options.bias:  # hooks of a submodule may gather it, but that is not called
+            bias = _tensor(module, options.bias)
+            if bias.numel() != tensors.experts or bias.device != x.device:
+                return False
         return all(getattr(module, name, None) == value for name, value in settings)
 
     if len(tensors.names) == 2:
@@ -418,7 +420,7 @@ def _forward(options: _Options) -> Callable:
         def forward(self, x: torch.Tensor, bias: Optional[torch.Tensor] = None):
             if bias is None or bias.dim() != 1 or not takes(self, x):
                 return type(self).forward(self, x, bias)
-            results = _choice(options, self, x, bias)
+            results = _choice(options, self, _logits(options, self, x), x, bias)
             return tuple(results[place] for place in places)
 
     else:
@@ -426,7 +428,7 @@ def _forward(options: _Options) -> Callable:
         def forward(self, x: torch.Tensor):
             if not takes(self, x):
                 return type(self).forward(self, x)
-            results = _choice(options, self, x)
+            results = _choice(options, self, _logits(options, self, x), x)
             return tuple(results[place] for place in places)
 
     return marked(WHAT, named(forward, *tensors.names))

@@ -182,7 +182,10 @@ def patch(model: torch.nn.Module, *, loss: bool = False) -> Report:
     A layer is replaced if its attributes match and if it computes the same on small random inputs.
     In half precision norms round where the model's do; gates, rotary embeddings and adaptive norms
     round once, where the model's may round several times. A layer that only looks like a norm, a
-    gated MLP or an activation, or that cannot be tried, is left alone, and the report says why.
+    gated MLP, an activation or a router, or that cannot be tried, is left alone, and the report
+    says why.
+
+    Compiled models make no mask where none is given: attention then runs in its fastest kernel.
 
     Parameters, classes and the keys of the state dict do not change. A deep copy of the model is
     patched too; a pickle of it loads as the plain model. Works before and after accelerate's hooks,
