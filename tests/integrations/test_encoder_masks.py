@@ -413,3 +413,10 @@ def test_what_makes_no_mask_is_not_in_the_report(integration):
     )
     report = integration.patch(transformers.CLIPVisionModel(config))
     assert not any(WHAT in what for what in report.replaced.values())
+
+
+@pytest.mark.parametrize("name", ["squeezebert", "convbert"])
+def test_attention_of_ones_own_is_not_in_the_report(integration, name):
+    """It is none that transformers can be told to run."""
+    plain, _ = zoo.make("encoder", name)
+    assert not any(WHAT in what for what in integration.patch(plain).replaced.values())

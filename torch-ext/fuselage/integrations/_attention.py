@@ -58,6 +58,9 @@ def recognise_masks(module: torch.nn.Module) -> Found:
         return None
     if getattr(config, "sub_configs", None):  # which would get the implementation as well
         return None
+    # Of a body that is no model, its configuration says whether its attention can be told.
+    if not getattr(module, "_supports_sdpa", config._attn_implementation == "sdpa"):
+        return None
     if _is_causal_model(module, masking):
         name = _CAUSAL
     elif _looks_both_ways(type(module), masking):
@@ -71,8 +74,6 @@ def recognise_masks(module: torch.nn.Module) -> Found:
 
 def _is_causal_model(module: torch.nn.Module, masking: ModuleType) -> bool:
     """Whether it holds the layers of a causal language model and makes their mask."""
-    if not getattr(module, "_supports_sdpa", False):
-        return False
     if not inspect.signature(type(module).forward).parameters.keys() >= _ASKED_OF:
         return False
     if not any(isinstance(child, torch.nn.ModuleList) for child in module.children()):
