@@ -7,6 +7,7 @@ transformers left no mask out. Here transformers is told so, whatever the Torch.
 from __future__ import annotations
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -347,7 +348,7 @@ def test_sizes_may_change(integration, old_torch):
 def test_an_overlay_stays(fuselage, old_torch):
     """Of a mask that looks both ways, and one that must be made whatever is known."""
     masking = pytest.importorskip("transformers.masking_utils")
-    make = vars(masking)["create_bidirectional_mask"]
+    make = masking.create_bidirectional_mask
 
     class Body(torch.nn.Module):
         def __init__(self, config):
@@ -357,10 +358,9 @@ def test_an_overlay_stays(fuselage, old_torch):
         def forward(self, x, **options):
             return make(self.config, x, None, **options)
 
-    Body.forward.__globals__.setdefault("create_bidirectional_mask", make)
     plain, _ = zoo.make("encoder", "bert")
     body = Body(plain.config)
-    attention = fuselage.integrations._attention
+    attention = importlib.import_module(f"{fuselage.__name__}.integrations._attention")
     function = attention._forward(Body, None, attention._UNMASKED)
     attention._register(masking)
     x = torch.randn(2, 6, 32)
