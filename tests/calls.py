@@ -83,6 +83,16 @@ def _route(dtype, device) -> dict:
     }
 
 
+def _quant(dtype, device) -> dict:
+    return {
+        "x": normal((2, 3, 8), dtype, device),
+        "group_size": -1,
+        "scale_layout": "row",
+        "scale_ue8m0": False,
+        "ste": True,
+    }
+
+
 def call_of(name: str, dtype: torch.dtype, device: str) -> dict:
     """Arguments of a valid call, by name."""
     shape = (2, 3, 8)
@@ -92,6 +102,8 @@ def call_of(name: str, dtype: torch.dtype, device: str) -> dict:
         return _loss(name, dtype, device)
     if name == "topk_softmax":
         return _route(dtype, device)
+    if name == "quant_fp8":
+        return _quant(dtype, device)
     if name == "qk_norm_rotary":
         return _qk_norm_rotary(dtype, device)
     if name.startswith("apply_rotary"):

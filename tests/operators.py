@@ -962,6 +962,34 @@ TOPK_SOFTMAX = dataclasses.replace(
     samples=_route_samples,
 )
 
+
+# Quantisation. Not among OPERATORS: results are codes. tests/quant has its tests.
+
+
+def _quant_samples(kernel, device):
+    """(op, arguments) of everything the family registers, for opcheck."""
+    op = kernel.quant.ops.quant_fp8.default
+    given = torch.tensor([0.02], device=device)
+    for dtype, shape in ((torch.float32, (3, 8)), (torch.bfloat16, (2, 3, 200))):
+        x = normal(shape, dtype, device)
+        for options in (
+            (None, -1, False, False, torch.float8_e4m3fn),
+            (None, 128, False, True, torch.float8_e5m2),
+            (None, 128, True, False, torch.float8_e4m3fn),
+            (None, -1, False, False, torch.int8),
+            (given, -1, False, False, torch.float8_e4m3fn),
+        ):
+            yield op, (x, *options)
+
+
+QUANT_FP8 = dataclasses.replace(
+    LM_HEAD_SAMPLE,
+    name="quant_fp8",
+    row_inputs=("x",),
+    outputs=("q", "scale"),
+    samples=_quant_samples,
+)
+
 OPERATORS = (
     RMS_NORM,
     FUSED_ADD_RMS_NORM,
@@ -986,7 +1014,7 @@ SAMPLED = tuple(
     op
     for op in (
         *(*OPERATORS, APPLY_ROTARY, LM_HEAD_SAMPLE, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY),
-        TOPK_SOFTMAX,
+        *(TOPK_SOFTMAX, QUANT_FP8),
     )
     if op.samples is not None
 )

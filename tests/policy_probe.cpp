@@ -15,6 +15,7 @@
 #include "norm/rms_norm_policy.h"
 #include "norm/row_forward_policy.h"
 #include "norm/shard_norm_policy.h"
+#include "quant/quant_fp8_policy.h"
 #include "rope/rotary_policy.h"
 #include "route/topk_softmax_policy.h"
 #include "sample/sample_policy.h"
@@ -763,6 +764,37 @@ void topk_softmax(const DeviceInfo& device, Report& report) {
   }
 }
 
+void quant_fp8(const DeviceInfo& device, Report& report) {
+  for (const int64_t dim :
+       {1,    7,    8,    31,   64,    100,   128,   256,   257,   264,    512,    1000,
+        2880, 4096, 5000, 8192, 16384, 16392, 32768, 32776, 40000, 131072, 1 << 30}) {
+    for (const int element_size : {2, 4}) {
+      const int columns = 16 / element_size;
+      for (const bool whole_rows : {false, true}) {
+        for (const bool for_many : {false, true}) {
+          if (for_many && dim % columns != 0) continue;
+          report.begin(std::to_string(dim) + " columns of " + std::to_string(element_size));
+          const QuantPolicy policy = quant_policy(dim, element_size, whole_rows, for_many);
+          const int most = for_many && policy.vectors == 1 ? kQuantShortThreads : kQuantThreads;
+          expect_legal(report, device,
+                       {policy.vectors, 1, policy.threads_per_row, policy.rows_per_block, 0, 1},
+                       most);
+          const int64_t block_columns = int64_t{policy.threads_per_row} * policy.vectors * columns;
+          report.expect(policy.streamed || policy.slices * block_columns >= dim,
+                        "columns without a thread");
+          report.expect(!whole_rows || policy.slices == 1, "a row of one scale in several blocks");
+          report.expect(policy.slices == 1 || block_columns % 128 == 0, "groups across blocks");
+          report.expect(policy.rows_per_block == 1 || policy.threads_per_row <= kWarpSize,
+                        "several rows that wait for each other");
+          report.expect(
+              (policy.for_many && policy.vectors == 1) || policy.threads_per_row % kWarpSize == 0,
+              "a part of a warp");
+        }
+      }
+    }
+  }
+}
+
 struct Family {
   const char* name;
   void (*sweep)(const DeviceInfo&, Report&);
@@ -783,6 +815,7 @@ const Family kFamilies[] = {
     {"lm_head", lm_head},
     {"loss", loss},
     {"topk_softmax", topk_softmax},
+    {"quant_fp8", quant_fp8},
 };
 
 std::vector<Device> devices_tuned() {

@@ -33,6 +33,7 @@ FAMILIES = (
     "lm_head",
     "loss",
     "topk_softmax",
+    "quant_fp8",
 )
 
 

@@ -50,6 +50,7 @@ FUNCTIONS = (
     "mul_and_silu",
     "poly_norm",
     "qk_norm_rotary",
+    "quant_fp8",
     "relu2",
     "relu_and_mul",
     "rms_norm",

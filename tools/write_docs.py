@@ -38,6 +38,7 @@ FAMILIES = {
     "loss": "Loss",
     "linear_loss": "Loss of a head",
     "route": "Routers",
+    "quant": "Quantisation",
     "modules": "Modules",
     "layers": "Hub layers",
     "distributed": "Many GPUs",

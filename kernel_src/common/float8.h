@@ -1,5 +1,6 @@
 // float8_e4m3fn: four bits of exponent, whose bias is 7, three of mantissa, NaN, and no infinities.
-// All conversions here are exact.
+// float8_e5m2: five bits of exponent, whose bias is 15, and two of mantissa. What is read of them
+// is exact; what is written is rounded to nearest even and saturates.
 #pragma once
 
 #include <cstdint>
@@ -33,6 +34,63 @@ FUSELAGE_SHARED float to_float(Float8 value) {
   result = (bits & 0x7f) == 0x7f ? nan : result;
   return bits & 0x80 ? -result : result;
 }
+
+template <class To, class From>
+FUSELAGE_SHARED To float8_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "a cast of bits keeps their number");
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+// The bits of float32 values as float8 with kMantissa bits of mantissa: 3 of e4m3fn, 2 of e5m2.
+// Values past the largest number, infinities too, become that number; every NaN becomes 0x7f, as
+// cvt.satfinite has it. Words and Floats: uint32_t and float, or vectors of them.
+template <int kMantissa, class Words, class Floats>
+FUSELAGE_SHARED Words encode_float8(Floats value) {
+  static_assert(kMantissa == 2 || kMantissa == 3, "e5m2 or e4m3fn");
+  constexpr int kDropped = 23 - kMantissa;
+  constexpr uint32_t kBias = kMantissa == 3 ? 127 - 7 : 127 - 15;
+  constexpr uint32_t kLargest = kMantissa == 3 ? 0x43e00000u : 0x47600000u;  // 448, 57344
+  constexpr uint32_t kSmallestNormal = (kBias + 1) << 23;
+  // Of which the last bit is that of subnormals: adding it rounds to them.
+  constexpr float kSubnormal = kMantissa == 3 ? 16384.0f : 128.0f;
+  constexpr uint32_t kSubnormalBits = kMantissa == 3 ? 0x46800000u : 0x43000000u;
+  const Words bits = float8_cast<Words>(value);
+  const Words all = bits & 0x7fffffffu;
+  const Words largest = all - all + kLargest;
+  const Words magnitude = all > kLargest ? largest : all;
+  const Words odd = magnitude >> kDropped & 1u;
+  const Words normal =
+      ((magnitude + ((1u << (kDropped - 1)) - 1u) + odd) >> kDropped) - (kBias << kMantissa);
+  const Words subnormal =
+      float8_cast<Words>(float8_cast<Floats>(magnitude) + kSubnormal) - kSubnormalBits;
+  const Words number = (magnitude < kSmallestNormal ? subnormal : normal) | (bits >> 24 & 0x80u);
+  const Words nan = all - all + 0x7fu;
+  return all > 0x7f800000u ? nan : number;
+}
+
+#if defined(__CUDACC__) || defined(__HIPCC__)
+
+// Two values as the bytes of a half word, the first in the lower one. NOTE: Ada has the
+// instruction, too, but no code of its own: it shares that of Ampere.
+template <int kMantissa>
+__device__ __forceinline__ uint32_t encode_float8x2(float first, float second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint16_t two;
+  if constexpr (kMantissa == 3) {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(second), "f"(first));
+  } else {
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(two) : "f"(second), "f"(first));
+  }
+  return two;
+#else
+  return encode_float8<kMantissa, uint32_t>(first) | encode_float8<kMantissa, uint32_t>(second)
+                                                         << 8;
+#endif
+}
+
+#endif
 
 #if defined(__CUDACC__)
 

@@ -8,5 +8,5 @@ import sys
 from pathlib import Path
 
 # The families' own references and cases.
-for _folder in ("loss", "norm", "rope", "route", "sample"):
+for _folder in ("loss", "norm", "quant", "rope", "route", "sample"):
     sys.path.append(str(Path(__file__).resolve().parent.parent / _folder))

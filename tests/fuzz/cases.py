@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import bad_calls, loss, modules, rotary, route, rows, sampling, tables
+from . import bad_calls, loss, modules, quant, rotary, route, rows, sampling, tables
 from .draw import Draw
 from .judge import Failure, check_untouched
 
@@ -13,6 +13,7 @@ BAD_CALLS = 0.25  # of the cases
 # In `__all__`, and not called here.
 LEFT_OUT = {
     "LogProbs": "what log_probs returns, and checked there",
+    "Quantized": "what quant_fp8 returns, and checked there",
     "Sample": "what the samplers return with return_logprobs=True, and checked there",
     "ShardLogProbs": "what linear_log_probs_shard returns, and combine_shard_log_probs takes",
     "ShardSample": "what lm_head_sample_shard returns, and combine_shard_samples takes",
@@ -54,6 +55,8 @@ def make(draw: Draw, name: str, ordinary: bool):
         return loss.make(draw, name, ordinary=ordinary)
     if name == "topk_softmax":
         return route.make(draw, ordinary=ordinary)
+    if name == "quant_fp8":
+        return quant.make(draw, ordinary=ordinary)
     if name in TABLES:
         return tables.make(draw, name, ordinary=ordinary)
     if name in SHARDS or name == "lm_head_sample":
@@ -86,6 +89,8 @@ def check_valid(kernel, draw: Draw, name: str) -> None:
         loss.check_shards(kernel, draw, call)
     elif name == "topk_softmax":
         route.check(kernel, draw, call)
+    elif name == "quant_fp8":
+        quant.check(kernel, draw, call)
     elif isinstance(call, sampling.Call):
         sampling.check(kernel, draw, call)
     else:

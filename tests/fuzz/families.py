@@ -229,12 +229,31 @@ def route_calls(kernel, device: str) -> Calls:
             yield f"topk_softmax {shape[0]} x {shape[1]} {options}", partial(call, shape, options)
 
 
+def quant_calls(kernel, device: str) -> Calls:
+    for shape in (
+        *((700, 8, HALF), (5, 60, torch.float16), (33, 64, torch.float32), (9, 129, HALF)),
+        *((65, 4096, HALF), (5, 5001, HALF), (3, 40_000, HALF), (3, 20_000, torch.float32)),
+    ):
+        for options in (
+            {},
+            {"dtype": torch.int8},
+            {"group_size": 128, "scale_layout": "col_tma"},
+            {"scale": torch.ones(1, device=device)},
+        ):
+            rows, dim, dtype = shape
+            x = normal((rows, dim), dtype, device)
+            yield (
+                f"quant_fp8 {rows} x {dim} {list(options)}",
+                partial(kernel.quant_fp8, x, **options),
+            )
+
+
 def all_kinds(kernel, device: str) -> list[list[Call]]:
     return [
         *(list(kind(kernel, device)) for kind in (sampling_calls, head_calls, shard_calls)),
         *(
             list(kind(kernel, device))
-            for kind in (loss_calls, route_calls, rotary_calls, sliced_calls)
+            for kind in (loss_calls, route_calls, quant_calls, rotary_calls, sliced_calls)
         ),
         *(list(row_calls(kernel, device, *shape)) for shape in SHAPES),
         *(list(view_calls(kernel, device, layout)) for layout in VIEWS),

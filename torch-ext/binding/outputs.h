@@ -18,6 +18,9 @@ inline Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_
     case ScalarType::BFloat16: dtype = aoti_torch_dtype_bfloat16(); break;
     case ScalarType::Long: dtype = aoti_torch_dtype_int64(); break;
     case ScalarType::Bool: dtype = aoti_torch_dtype_bool(); break;
+    case ScalarType::Float8_e4m3fn: dtype = aoti_torch_dtype_float8_e4m3fn(); break;
+    case ScalarType::Float8_e5m2: dtype = aoti_torch_dtype_float8_e5m2(); break;
+    case ScalarType::Char: dtype = aoti_torch_dtype_int8(); break;
     default: dtype = aoti_torch_dtype_float32();
   }
   const int32_t device_type = like.is_cpu()    ? aoti_torch_device_type_cpu()

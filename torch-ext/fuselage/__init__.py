@@ -64,6 +64,7 @@ from .norm import (
     rms_norm_add_rms_norm,
 )
 from .poly_norm import fused_mul_poly_norm, grouped_poly_norm, poly_norm
+from .quant import Quantized, quant_fp8
 from .rope import (
     apply_rotary,
     apply_rotary_,
@@ -83,6 +84,7 @@ from .sampling import (
 
 __all__ = [
     "LogProbs",
+    "Quantized",
     "Sample",
     "ShardLogProbs",
     "ShardSample",
@@ -131,6 +133,7 @@ __all__ = [
     "mul_and_silu",
     "poly_norm",
     "qk_norm_rotary",
+    "quant_fp8",
     "relu2",
     "relu_and_mul",
     "rms_norm",

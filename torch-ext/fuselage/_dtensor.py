@@ -374,6 +374,7 @@ RULES: dict[str, Rule] = {
     "log_probs_bwd": _gradient(("logits",), kind=Tokens),
     **_with_gradient("topk_softmax", Rule(("logits",), ("bias",))),
     "topk_softmax_bwd": _gradient(("logits", "weights", "indices", "grad_weights")),
+    "quant_fp8": Refused((), why="takes a rank's own tensor: a scale is of a row that is whole"),
     "gumbel_sample": GivenLogits(("logits",), ("bias", "bitmask"), numbers=_OPTIONS),
     "lm_head_sample": Head(("hidden",), ("weight", "weight_scale", "bias"), numbers=_OPTIONS),
     "lm_head_sample_shard": Refused(

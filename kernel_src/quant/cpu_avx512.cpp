@@ -1,0 +1,7 @@
+// The family's CPU kernels, compiled for AVX-512: see common/cpu_isa.h.
+#define FUSELAGE_VECTOR_BYTES 64
+#include "common/cpu_isa.h"
+
+#if FUSELAGE_HAS_X86_ISAS
+#include "quant/quant_fp8_cpu.cpp"
+#endif

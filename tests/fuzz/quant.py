@@ -1,0 +1,54 @@
+"""Cases of quant_fp8: the bits of the formula, of a single fault in none of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import quant_reference as reference
+import torch
+from harness import DTYPES, normal
+
+from .draw import Draw
+from .judge import Failure, valid_call
+
+
+@dataclass
+class Call:
+    given: dict
+
+    def arguments(self) -> dict:
+        return self.given
+
+
+def make(draw: Draw, *, ordinary: bool = False) -> Call:
+    dim = draw.choice((8, 64, 128, 256, 1024, draw.integer(1, 300), draw.integer(1, 20_000)))
+    lead = [draw.choice((1, 2, 3, draw.integer(1, 9)))]
+    if draw.chance(0.3):
+        lead.append(draw.integer(1, 4))
+    if not ordinary and draw.chance(0.15):
+        lead = draw.choice(([], [0], [2, 0]))
+    x = normal((*lead, dim), draw.choice(DTYPES), "cpu", scale=draw.choice((1.0, 1e-4, 100.0, 0.0)))
+    if not ordinary and draw.chance(0.25):
+        x = draw.change(x, draw.choice(("special", "extreme")))
+    given: dict = {"x": draw.lay_out("x", x)}
+    given["dtype"] = draw.choice(tuple(reference.LIMITS))
+    if draw.chance(0.3):
+        given["scale"] = draw.lay_out("scale", torch.tensor([draw.choice((1.0, 0.013, 3e-5))]))
+    else:
+        given["group_size"] = draw.choice((-1, 128))
+        given["scale_layout"] = draw.choice(("row", "col_tma"))
+        given["scale_ue8m0"] = draw.chance(0.3)
+    return Call(given)
+
+
+def check(kernel, draw: Draw, call: Call) -> None:
+    with valid_call("forward"):
+        found = kernel.quant_fp8(**call.given)
+    options = {n: v for n, v in call.given.items() if n not in ("x", "scale_layout")}
+    of_cpu = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in options.items()}
+    q, scale = reference.quant_fp8(call.given["x"].cpu(), **of_cpu)
+    if not torch.equal(found.scale.cpu().nan_to_num(nan=-1.0), scale.nan_to_num(nan=-1.0)):
+        raise Failure("a wrong value", "scales are not those of the formula")
+    different = reference.bits(found.q.cpu()) != reference.bits(q)
+    if different.any():
+        raise Failure("a wrong value", f"{different.sum().item()} of {q.numel()} codes differ")
