@@ -775,7 +775,8 @@ void quant_fp8(const DeviceInfo& device, Report& report) {
           if (for_many && dim % columns != 0) continue;
           report.begin(std::to_string(dim) + " columns of " + std::to_string(element_size));
           const QuantPolicy policy = quant_policy(dim, element_size, whole_rows, for_many);
-          const int most = for_many && policy.vectors == 1 ? kQuantShortThreads : kQuantThreads;
+          const bool is_short = for_many && policy.vectors == 1 && !policy.streamed;
+          const int most = is_short ? kQuantShortThreads : kQuantThreads;
           expect_legal(report, device,
                        {policy.vectors, 1, policy.threads_per_row, policy.rows_per_block, 0, 1},
                        most);

@@ -34,6 +34,7 @@ NUMBERS = {
     "label_smoothing": (-0.1, 1.5, NAN),
     "lse_square_scale": (NAN, INF),
     "max_workspace": (0, -1),
+    "group_size": (0, -2),
     "num_groups": (0, -1),
     "topk_groups": (0, -1),
 }
@@ -50,6 +51,7 @@ TRUTHS = {
     "combine_shard_samples": ("return_logprobs",),
     "cross_entropy": ("inplace_backward",),
     "log_probs": ("return_log_sum_exp", "return_is_greatest"),
+    "quant_fp8": ("ste",),
     "linear_log_probs": ("return_log_sum_exp", "return_is_greatest"),
 }
 
@@ -193,7 +195,7 @@ def wrong_shapes(argument: str, given: dict, main_of: str | bool, tensors: list)
     value = given[argument]
     if main_of:
         yield Bad(argument, value.reshape(-1)[:1].squeeze(0), "a scalar")
-        if main_of == "poly_norm":
+        if main_of in ("poly_norm", "quant_fp8"):
             return  # whose other tensors know nothing of the shape
     if argument in PER_ROW and value.dim() == 1:
         rows = given[tensors[1 if argument == "weight_scale" else 0]].shape[0] + 2

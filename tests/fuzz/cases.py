@@ -55,7 +55,7 @@ def make(draw: Draw, name: str, ordinary: bool):
         return loss.make(draw, name, ordinary=ordinary)
     if name == "topk_softmax":
         return route.make(draw, ordinary=ordinary)
-    if name == "quant_fp8":
+    if name in ("quant_fp8", "modules.Fp8Linear"):
         return quant.make(draw, ordinary=ordinary)
     if name in TABLES:
         return tables.make(draw, name, ordinary=ordinary)
@@ -79,6 +79,8 @@ def check_valid(kernel, draw: Draw, name: str) -> None:
     elif name in LOSS_MODULES:
         module = name.split(".")[1]
         loss.check_module(kernel, module, modules.MODULES[module][1], call)
+    elif name == "modules.Fp8Linear":
+        quant.check_linear(kernel, draw, call)
     elif name.startswith("modules."):
         modules.check(kernel, draw, name.split(".")[1], call)
     elif name in TABLES:

@@ -31,6 +31,7 @@ MODULES = {
     "PolyNorm": ("poly_norm", ("eps",)),
     "FusedMulPolyNorm": ("fused_mul_poly_norm", ("eps", "mul_first")),
     "GroupedPolyNorm": ("grouped_poly_norm", ("eps", "hidden_clamp", "mul_first")),
+    "Fp8Linear": ("quant_fp8", ()),  # whose cases are those of quant.py
     "SiluAndMul": ("silu_and_mul", ()),
     "GeluAndMul": ("gelu_and_mul", ()),
     # Whose cases are those of loss.py.

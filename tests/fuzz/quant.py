@@ -31,7 +31,9 @@ def make(draw: Draw, *, ordinary: bool = False) -> Call:
     if not ordinary and draw.chance(0.25):
         x = draw.change(x, draw.choice(("special", "extreme")))
     given: dict = {"x": draw.lay_out("x", x)}
-    given["dtype"] = draw.choice(tuple(reference.LIMITS))
+    given["dtype"] = draw.choice(tuple(reference.LIMITS)[: 2 if ordinary else 3])
+    if ordinary:  # a bad call is also made where x requires a gradient
+        given["ste"] = True
     if draw.chance(0.3):
         given["scale"] = draw.lay_out("scale", torch.tensor([draw.choice((1.0, 0.013, 3e-5))]))
     else:
@@ -52,3 +54,25 @@ def check(kernel, draw: Draw, call: Call) -> None:
     different = reference.bits(found.q.cpu()) != reference.bits(q)
     if different.any():
         raise Failure("a wrong value", f"{different.sum().item()} of {q.numel()} codes differ")
+
+
+def check_linear(kernel, draw: Draw, call: Call) -> None:
+    """The product of x with a weight, as float64 has it of what both were rounded to."""
+    x, recipe = call.given["x"], draw.choice(("rowwise", "blockwise"))
+    options = {"device": x.device, "dtype": x.dtype, "bias": draw.chance(0.5)}
+    linear = torch.nn.Linear(x.shape[-1], draw.choice((1, 7, 32, 200)), **options)
+    with valid_call("modules.Fp8Linear"), torch.no_grad():
+        module = kernel.modules.Fp8Linear.from_linear(linear, recipe=recipe)
+        y = module(x)
+    if y.dtype != x.dtype or y.shape != (*x.shape[:-1], linear.out_features):
+        raise Failure("a wrong shape or dtype", f"{y.dtype} {list(y.shape)}")
+    q, scale = reference.quant_fp8(x, group_size=-1 if recipe == "rowwise" else reference.GROUP)
+    if recipe == "blockwise":
+        scale = scale.repeat_interleave(reference.GROUP, -1)[..., : x.shape[-1]]
+    left, right = q.double() * scale.double(), module.dequantized(torch.float64)
+    bias = 0 if linear.bias is None else linear.bias.detach().double()
+    expected, terms = left @ right.T + bias, left.abs() @ right.abs().T + abs(bias)
+    bound = (expected.abs() + terms) / 128 + 1e-30
+    is_finite = expected.isfinite() & (terms < torch.finfo(x.dtype).max / 2)
+    if not ((y.double() - expected).abs() <= bound)[is_finite].all():
+        raise Failure("a wrong value", f"of a {recipe} product")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 
+from . import _fp8
+from ._autograd import some_need_grad
 from .ada_norm import ada_layer_norm, ada_rms_norm, fused_add_layer_norm, layer_norm
 from .gate import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from .linear_loss import linear_cross_entropy
 from .loss import cross_entropy
 from .norm import fused_add_rms_norm, gated_rms_norm, rms_norm
 from .poly_norm import fused_mul_poly_norm, grouped_poly_norm, poly_norm
+from .quant import quantize_rows
 
 
 class RMSNorm(torch.nn.Module):
@@ -490,3 +493,95 @@ def _show_loss(module: torch.nn.Module) -> str:
     shown = _loss_options(module).items()
     always = ("ignore_index", "reduction")
     return ", ".join(f"{n}={v!r}" for n, v in shown if n in always or v not in (0.0, None))
+
+
+class Fp8Linear(_fp8.Fp8Weight):
+    """A linear layer with a weight in float8, which quantises its input: `[..., in] -> [..., out]`.
+
+        y = (q(x) @ q(weight).T) * scale_of_x * scale_of_weight + bias
+
+    | recipe | scales of x | scales of the weight | product |
+    | --- | --- | --- | --- |
+    | "rowwise" | one a row | one a row, `[out, 1]` | compute capability 8.9 and later |
+    | "blockwise" | one for each 128 columns | one for 128 x 128 | where PyTorch has it: Hopper |
+
+    Products are those of `torch._scaled_mm`. Tensor cores add them up, and the sum is rounded to
+    bfloat16, and from there to the input's dtype. With `fast_accum` Hopper's keep sums of
+    fewer bits than float32 to themselves, as inference mostly has it; without it they are added up
+    in float32 every few columns.
+
+    Elsewhere, on CPUs and older GPUs, and where a dimension is no multiple of 16, the same q are
+    multiplied in the input's dtype, which saves nothing. The module says so once, and
+    `emulated_because` has the reason.
+
+    The weight is made by `from_linear` and is not trained. Gradients of the input and the bias are
+    those of the product with the weight that q stands for, straight through the rounding of x.
+    `half()`, `to(dtype)` and the like change the bias, and what is returned for a `(q, scale)`:
+    float8 weights and float32 scales stay.
+
+    Args:
+        in_features, out_features, bias: As in `torch.nn.Linear`.
+        recipe: "rowwise" or "blockwise".
+        fast_accum: Of rowwise products. Blockwise ones add up in float32 every 128 columns.
+        device, dtype: Of the bias; `dtype` is also that of results for a `(q, scale)`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        recipe: str = "rowwise",
+        fast_accum: bool = True,
+        device=None,
+        dtype: Optional[torch.dtype] = None,
+    ):
+        super().__init__(in_features, out_features, recipe, device, dtype)
+        self.fast_accum = fast_accum
+        if bias:
+            self.bias = torch.nn.Parameter(self._like.new_zeros(out_features))
+
+    @classmethod
+    def from_linear(
+        cls, linear: torch.nn.Linear, *, recipe: str = "rowwise", fast_accum: bool = True
+    ) -> Fp8Linear:
+        """Quantises the weight of a `torch.nn.Linear`, whose bias it shares.
+
+        Args:
+            linear: With a weight in float16, bfloat16 or float32.
+            recipe, fast_accum: As in the constructor.
+
+        Raises:
+            RuntimeError: A wrong recipe, or a weight of another dtype.
+        """
+        weight = linear.weight.detach()
+        options = {"recipe": recipe, "fast_accum": fast_accum, "dtype": weight.dtype}
+        made = cls(linear.in_features, linear.out_features, False, device="meta", **options)
+        made.weight, made.weight_scale = _fp8.quantize_weight(weight, recipe)
+        made._like = weight.new_empty(0)
+        made.bias = linear.bias
+        made.training = linear.training
+        made.choose_product()
+        return made
+
+    def forward(self, x: Union[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Of a tensor, or of what `quant_fp8` made of one: a scale a row, or a group of 128."""
+        if self.emulated_because is not None and not torch.compiler.is_compiling():
+            _fp8.warn_once(self.emulated_because)
+        options = (self.recipe, self.fast_accum, self.emulated_because is not None)
+        tensors = (self.weight, self.weight_scale, self.bias)
+        if not isinstance(x, torch.Tensor):
+            q, scale = x
+            return _fp8.product(q, scale, *tensors, self.dtype, *options)
+        kind = x.device.type
+        autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
+        if some_need_grad(x, self.bias):
+            return _fp8.Product.apply(x, *tensors, dtype, *options)
+        q, scale = quantize_rows(x, self.recipe == "blockwise")
+        return _fp8.product(q, scale, *tensors, dtype, *options)
+
+    def dequantized(self, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+        """The weight that is multiplied with: `q * scale`, in `dtype` or that of the module."""
+        return _fp8.dequantized(self.weight, self.weight_scale, self.recipe, dtype or self.dtype)

@@ -18,6 +18,7 @@ from ._ops import ops
 # Looked up once: a call through the packet pays for the look-up every time.
 _quant_fp8 = ops.quant_fp8.default
 
+GROUP = 128  # columns of a group
 _LAYOUTS = {"row": False, "col_tma": True}
 
 
@@ -88,6 +89,12 @@ def quant_fp8(
     else:
         q, made = _quant_fp8(x, *options)
     return Quantized(q, made if scale is None else scale)
+
+
+def quantize_rows(x: torch.Tensor, in_groups: bool) -> Quantized:
+    """q in float8_e4m3fn and scales of rows, or of groups; no gradient is asked for."""
+    options = (GROUP, True) if in_groups else (-1, False)
+    return Quantized(*_quant_fp8(x, None, *options, False, torch.float8_e4m3fn))
 
 
 def _refuse_gradient(ste: bool, dtype: torch.dtype) -> None:

@@ -1,0 +1,231 @@
+"""Products of float8, for `modules.Fp8Linear`: where PyTorch has them, and what stands for them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+
+from .quant import GROUP, quantize_rows
+
+E4M3 = torch.float8_e4m3fn
+RECIPES = ("rowwise", "blockwise")
+MULTIPLE = 16  # of both dimensions: float8 tensor cores take no others
+
+
+class Fp8Weight(torch.nn.Module):
+    """What `modules.Fp8Linear` owns: float8 and scales that no cast changes, and a bias."""
+
+    def __init__(self, in_features, out_features, recipe, device, dtype):
+        super().__init__()
+        if recipe not in RECIPES:
+            raise RuntimeError(
+                f"fuselage::Fp8Linear: `recipe` must be one of {', '.join(RECIPES)}, got {recipe!r}"
+            )
+        self.in_features, self.out_features, self.recipe = in_features, out_features, recipe
+        blocks = (-(-out_features // GROUP), -(-in_features // GROUP))
+        scales = (out_features, 1) if recipe == "rowwise" else blocks
+        q = torch.zeros((out_features, in_features), device=device, dtype=torch.uint8)
+        self.register_buffer("weight", q.view(E4M3))
+        self.register_buffer("weight_scale", torch.ones(scales, device=device, dtype=torch.float32))
+        # Has the dtype that a cast gives it.
+        like = torch.empty(0, device=device, dtype=dtype)
+        self.register_buffer("_like", like, persistent=False)
+        self.register_parameter("bias", None)
+        self.choose_product()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of results for a `(q, scale)`."""
+        return self._like.dtype
+
+    def extra_repr(self) -> str:
+        text = f"in_features={self.in_features}, out_features={self.out_features}"
+        text += f", bias={self.bias is not None}, recipe={self.recipe!r}"
+        return text + (", emulated" if self.emulated_because is not None else "")
+
+    def _apply(self, fn, recurse: bool = True):
+        """Moves the weight and its scales as integers, which a cast leaves alone."""
+        self.weight = self.weight.view(torch.uint8)
+        self.weight_scale = self.weight_scale.view(torch.int32)
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            self.weight = self.weight.view(E4M3)
+            self.weight_scale = self.weight_scale.view(torch.float32)
+            self.choose_product()
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        given = state_dict.get(f"{prefix}weight")
+        if given is not None and given.dtype != E4M3:
+            errors = others[-1]
+            errors.append(
+                f"{prefix}weight must be float8_e4m3fn, got {given.dtype}: load it into a "
+                "torch.nn.Linear, and use Fp8Linear.from_linear"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        self.choose_product()  # with assign=True the weight may be elsewhere
+
+    def choose_product(self) -> None:
+        """Here and not in each call: `torch.compile` has nothing to ask a device."""
+        sizes = (self.out_features, self.in_features)
+        self.emulated_because = why_emulated(self.weight.device, self.recipe, *sizes)
+
+
+def quantize_weight(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """q of a weight `[out, in]`, and its scales: of rows or of blocks."""
+    if recipe == "rowwise":
+        return quantize_rows(weight.contiguous(), False)
+    rows, columns = weight.shape
+    padded = F.pad(weight, (0, -columns % GROUP, 0, -rows % GROUP))
+    blocks = padded.unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP)).transpose(1, 2)
+    q, scale = quantize_rows(blocks.flatten(2), False)  # a block is a row here
+    q = q.view(torch.uint8).unflatten(-1, (GROUP, GROUP)).transpose(1, 2)
+    q = q.reshape(padded.shape)[:rows, :columns].contiguous().view(E4M3)
+    return q, scale.squeeze(-1)
+
+
+# ---- products ----
+
+
+def product(q, scale, weight, weight_scale, bias, dtype, recipe, fast_accum, emulated):
+    _check_input(q, scale, weight, recipe)
+    if q.shape[-1] == 0 or q.numel() == 0:
+        out = q.new_zeros((*q.shape[:-1], weight.shape[0]), dtype=dtype)
+        return out if bias is None else out + bias.to(dtype)
+    if emulated:
+        x = _dequantized_rows(q, scale, recipe).to(dtype)
+        weight = dequantized(weight, weight_scale, recipe, dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            return F.linear(x, weight, None if bias is None else bias.to(dtype))
+    lead = q.shape[:-1]
+    q, scale = q.reshape(-1, q.shape[-1]), scale.reshape(-1, scale.shape[-1])
+    rows = q.shape[0]
+    if recipe == "blockwise":
+        # A column of scales after the other, of a multiple of 4 rows.
+        padding = (0, 0, 0, -rows % 4)
+        q = F.pad(q.view(torch.uint8), padding).view(E4M3) if rows % 4 else q
+        scale = F.pad(scale, padding).t().contiguous().t()
+    out = torch._scaled_mm(
+        q,
+        weight.t(),
+        scale_a=scale,
+        scale_b=weight_scale.t(),
+        bias=bias if dtype == torch.bfloat16 and _is_bfloat16(bias) else None,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast_accum and recipe == "rowwise",
+    )
+    out = out[:rows].reshape(*lead, weight.shape[0]).to(dtype)
+    if bias is None or (dtype == torch.bfloat16 and _is_bfloat16(bias)):
+        return out
+    return out + bias.to(dtype)
+
+
+def _is_bfloat16(bias: Optional[torch.Tensor]) -> bool:
+    return bias is not None and bias.dtype == torch.bfloat16
+
+
+def _check_input(q, scale, weight, recipe) -> None:
+    columns = weight.shape[1]
+    if q.dtype != E4M3 or q.dim() < 1 or q.shape[-1] != columns:
+        raise RuntimeError(
+            f"fuselage::Fp8Linear: `x` must have {columns} columns, and q of a (q, scale) be "
+            f"float8_e4m3fn, got {q.dtype} {list(q.shape)}"
+        )
+    groups = 1 if recipe == "rowwise" else -(-columns // GROUP)
+    if scale.dtype != torch.float32 or scale.shape != (*q.shape[:-1], groups):
+        raise RuntimeError(
+            f"fuselage::Fp8Linear: `scale` must be float32 {[*q.shape[:-1], groups]}, that of "
+            f"{recipe} products, got {scale.dtype} {list(scale.shape)}"
+        )
+
+
+def _dequantized_rows(q, scale, recipe):
+    if recipe == "blockwise":
+        scale = scale.repeat_interleave(GROUP, -1)[..., : q.shape[-1]]
+    return q.float() * scale
+
+
+def dequantized(weight, weight_scale, recipe, dtype):
+    if recipe == "blockwise":
+        weight_scale = weight_scale.repeat_interleave(GROUP, 0)[: weight.shape[0]]
+    return _dequantized_rows(weight, weight_scale, recipe).to(dtype)
+
+
+class Product(torch.autograd.Function):
+    """A product of which x and the bias have gradients."""
+
+    @staticmethod
+    def forward(ctx, x, weight, weight_scale, bias, dtype, recipe, fast_accum, emulated):
+        ctx.save_for_backward(weight, weight_scale)
+        ctx.recipe, ctx.x_dtype = recipe, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        q, scale = quantize_rows(x, recipe == "blockwise")
+        given = (q, scale, weight, weight_scale, bias)
+        return product(*given, dtype, recipe, fast_accum, emulated)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out):
+        weight, weight_scale = ctx.saved_tensors
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            matrix = dequantized(weight, weight_scale, ctx.recipe, grad_out.dtype)
+            grad_x = (grad_out @ matrix).to(ctx.x_dtype)
+        if ctx.needs_input_grad[3]:
+            grad_bias = grad_out.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+        return grad_x, None, None, grad_bias, None, None, None, None
+
+
+# ---- where products are ----
+
+_refusals: dict[tuple, Optional[str]] = {}
+_warned: set[str] = set()
+
+
+def why_emulated(
+    device: torch.device, recipe: str, out_features: int, in_features: int
+) -> Optional[str]:
+    """Why a product of these sizes is not float8 there; None where it is."""
+    if device.type == "meta":
+        return None  # it is asked again when there is a device
+    if device.type != "cuda":
+        return f"{device.type} has no float8 products"
+    if out_features % MULTIPLE or in_features % MULTIPLE:
+        return (
+            f"float8 products take multiples of {MULTIPLE}, and the weight is "
+            f"[{out_features}, {in_features}]"
+        )
+    if recipe == "blockwise" and in_features % GROUP:
+        return f"blockwise products take multiples of {GROUP} columns, not {in_features}"
+    key = (device.index, recipe)
+    if key not in _refusals:
+        _refusals[key] = _try_product(device, recipe)
+    return _refusals[key]
+
+
+def _try_product(device: torch.device, recipe: str) -> Optional[str]:
+    """What PyTorch says to a small product on that GPU."""
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 9):
+        return f"{torch.cuda.get_device_name(device)} has no float8 products"
+    size = 512
+    q = torch.zeros((size, size), device=device, dtype=torch.uint8).view(E4M3)
+    scales = (size, 1) if recipe == "rowwise" else (size, size // GROUP)
+    of_weight = (size, 1) if recipe == "rowwise" else (size // GROUP,) * 2
+    scale, weight_scale = (torch.ones(sizes, device=device) for sizes in (scales, of_weight))
+    try:  # of q with itself as the weight
+        product(q, scale, q, weight_scale, None, torch.bfloat16, recipe, True, False)
+    except (RuntimeError, NotImplementedError) as error:
+        return f"PyTorch has no {recipe} product here: {str(error).splitlines()[0]}"
+    return None
+
+
+def warn_once(reason: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(
+            f"fuselage: Fp8Linear multiplies in the input's dtype: {reason}", stacklevel=3
+        )
