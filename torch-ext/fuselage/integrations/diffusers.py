@@ -8,7 +8,8 @@ docs/integrations.md says what is replaced, and what that does to a model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Optional
 
 import torch
 
@@ -19,6 +20,7 @@ from ._gates import (
     recognise_gated_mlp,
     recognise_projected_gate,
 )
+from ._linears import check_option, replace_linears, restore_linears
 from ._norms import recognise_norm
 from ._patch import Report, patch_modules, unpatch_modules
 from ._rotary import recognise_rotary_attention
@@ -39,7 +41,7 @@ PARTS = (
 BLOCKS = (recognise_fusion,)
 
 
-def patch(pipe: object) -> Report:
+def patch(pipe: object, *, linear: Optional[str] = None, keep: Sequence[str] = ()) -> Report:
     """Replaces the forward of every layer that fuselage has a faster one for.
 
     As `integrations.transformers.patch`, for a transformer or for all the models of a pipeline, its
@@ -48,19 +50,27 @@ def patch(pipe: object) -> Report:
 
     Args:
         pipe: A pipeline, or a model of one.
+        linear: "fp8" makes the linear layers of the model's blocks `modules.Fp8Linear`, with a
+            scale a row; "fp8_blockwise" with scales of groups and blocks. Heads, embeddings, norms
+            and routers stay, and what the report names. Then the state dict has float8 weights and
+            their scales, and the linears that were there are kept beside for `unpatch`: both take
+            memory. Models that are quantised already are left alone (docs/fp8.md).
+        keep: Names of modules whose linears stay, or patterns as "*.down_proj".
 
     Returns:
         What was replaced and what was not. `print` it.
     """
+    check_option(linear)
     report = Report()
     for name, model in _models(pipe):
         patch_modules(model, PARTS, BLOCKS, report=report, prefix=name)
+        replace_linears(model, linear, keep, report, name)
     return report
 
 
 def unpatch(pipe: object) -> int:
-    """Undoes `patch`. Returns the number of methods that were restored."""
-    return sum(unpatch_modules(model) for _, model in _models(pipe))
+    """Undoes `patch`. Returns the number of methods and linear layers that were restored."""
+    return sum(restore_linears(model) + unpatch_modules(model) for _, model in _models(pipe))
 
 
 def _models(pipe: object) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -14,6 +14,7 @@ the same layers and those without a name. docs/integrations.md compares them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +28,7 @@ from ._attention import recognise_masks
 from ._fusion import recognise_fusion
 from ._gated_norms import recognise_gated_norm
 from ._gates import recognise_activation, recognise_experts_gate, recognise_gated_mlp
+from ._linears import check_option, replace_linears, restore_linears
 from ._loss import recognise_causal_loss
 from ._norms import recognise_norm
 from ._patch import Report, patch_modules, unpatch_modules
@@ -176,7 +178,13 @@ BLOCKS = (recognise_fusion, recognise_norm_and_rotary)
 BODIES = (recognise_masks,)
 
 
-def patch(model: torch.nn.Module, *, loss: bool = False) -> Report:
+def patch(
+    model: torch.nn.Module,
+    *,
+    loss: bool = False,
+    linear: Optional[str] = None,
+    keep: Sequence[str] = (),
+) -> Report:
     """Replaces the forward of every layer that fuselage has a faster one for.
 
     A layer is replaced if its attributes match and if it computes the same on small random inputs.
@@ -198,14 +206,23 @@ def patch(model: torch.nn.Module, *, loss: bool = False) -> Report:
             memory, and the model returns none. In `eval`, with `logits_to_keep`, with
             `return_dict=False`, and with a head that is sharded, hooked or no plain Linear, it
             returns them as ever. Models that scale or cap their logits are left alone.
+        linear: "fp8" makes the linear layers of the model's blocks `modules.Fp8Linear`, with a
+            scale a row; "fp8_blockwise" with scales of groups and blocks. Heads, embeddings, norms
+            and routers stay, and what the report names. Then the state dict has float8 weights and
+            their scales, and the linears that were there are kept beside for `unpatch`: both take
+            memory. Models that are quantised already are left alone (docs/fp8.md).
+        keep: Names of modules whose linears stay, or patterns as "*.down_proj".
 
     Returns:
         What was replaced and what was not. `print` it.
     """
+    check_option(linear)
     blocks = (*BLOCKS, recognise_causal_loss) if loss else BLOCKS
-    return patch_modules(model, PARTS, blocks, bodies=BODIES)
+    report = patch_modules(model, PARTS, blocks, bodies=BODIES)
+    replace_linears(model, linear, keep, report)
+    return report
 
 
 def unpatch(model: torch.nn.Module) -> int:
-    """Undoes `patch`. Returns the number of methods that were restored."""
-    return unpatch_modules(model)
+    """Undoes `patch`. Returns the number of methods and linear layers that were restored."""
+    return restore_linears(model) + unpatch_modules(model)

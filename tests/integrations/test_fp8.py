@@ -1,0 +1,216 @@
+"""patch(model, linear="fp8"): which linears are replaced, what stays, and that it is undone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from integrations.models import build, logits, tokens
+from torch import nn
+
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def integration(fuselage):
+    return fuselage.integrations.transformers
+
+
+def linears(report) -> dict[str, str]:
+    return {name: what for name, what in report.replaced.items() if what.startswith("Fp8Linear")}
+
+
+def kept(report) -> dict[str, str]:
+    return {n: why for n, why in report.left_alone.items() if why.startswith("linear")}
+
+
+def error(ours, theirs) -> float:
+    return ((ours - theirs).square().mean() / theirs.square().mean()).sqrt().item()
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3"])
+@pytest.mark.parametrize(("option", "recipe"), [("fp8", "rowwise"), ("fp8_blockwise", "blockwise")])
+def test_causal_models(integration, fuselage, name, option, recipe):
+    plain = build(name)
+    model = copy.deepcopy(plain)
+    before = {n: id(m) for n, m in model.named_modules()}
+    state = {n: t.clone() for n, t in model.state_dict().items()}
+    report = integration.patch(model, linear=option)
+    assert len(linears(report)) == 2 * 7, str(report)
+    assert set(linears(report).values()) == {f"Fp8Linear ({recipe}): emulated"}
+    assert kept(report) == {"lm_head": "linear: it is outside of the blocks"}
+    assert "glu" in report.replaced["model.layers.0.mlp"]
+    for found in linears(report):
+        module = model.get_submodule(found)
+        assert isinstance(module, fuselage.modules.Fp8Linear) and module.weight.dtype == E4M3
+    with torch.no_grad():
+        ids = tokens()
+        ours, theirs = logits(model, ids), logits(plain, ids)
+    assert 0 < error(ours, theirs) < 0.15
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        assert torch.equal(logits(other, ids), ours)
+    again = integration.patch(model, linear=option)
+    assert not linears(again)
+    for patched in (model, other):
+        assert integration.unpatch(patched) == len(report.replaced)
+        assert integration.unpatch(patched) == 0
+        found = patched.state_dict()
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in state.items())
+        with torch.no_grad():
+            assert torch.equal(logits(patched, ids), theirs)
+    assert {n: id(m) for n, m in model.named_modules()} == before
+
+
+def test_without_the_option_linears_stay(integration):
+    model = build("Llama")
+    report = integration.patch(model)
+    assert not linears(report) and not kept(report)
+    with pytest.raises(RuntimeError, match="patch: `linear` must be None or one of fp8, fp8_block"):
+        integration.patch(model, linear="int4")
+
+
+def test_names_to_keep(integration):
+    model = build("Llama")
+    keep = ("model.layers.0", "*.down_proj", "model.layers.*.self_attn.q_proj")
+    report = integration.patch(model, linear="fp8", keep=keep)
+    names = {name.rpartition(".")[2] for name in linears(report)}
+    assert names == {"k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
+    assert all(name.startswith("model.layers.1.") for name in linears(report))
+    assert list(kept(report).values()).count("linear: it is in `keep`") == 7 + 2
+    integration.unpatch(model)
+    report = integration.patch(model, linear="fp8", keep="*.mlp")
+    assert len(linears(report)) == 2 * 4
+
+
+def test_routers_stay(integration):
+    model = build("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    report = integration.patch(model, linear="fp8")
+    assert linears(report) and not any(name.endswith(".gate") for name in linears(report))
+
+
+class Block(nn.Module):
+    def __init__(self, make=lambda: nn.Linear(32, 32)):
+        super().__init__()
+        self.first, self.norm, self.second = make(), nn.LayerNorm(32), make()
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, *blocks):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(32, 32)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Reads(Block):
+    def forward(self, x):
+        return self.second(self.norm(self.first(x).to(self.second.weight.dtype)))
+
+
+class Own(nn.Linear):
+    pass
+
+
+def test_what_stays_and_why(integration):
+    hooked, own, small = Block(), Block(lambda: Own(32, 32)), Block()
+    hooked.first.register_forward_hook(lambda *_: None)
+    own.second = nn.Linear(32, 32)
+    small.first = nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 32))
+    model = Model(hooked, own, small, Reads())
+    model.blocks[3].first.forward = lambda x: x
+    report = integration.patch(model, linear="fp8")
+    assert kept(report) == {
+        "blocks.0.first": "linear: it has hooks",
+        "blocks.1.first": "linear: it is a Own",
+        "blocks.2.first.0": "linear: its sizes are no multiples of 16",
+        "blocks.2.first.1": "linear: its sizes are no multiples of 16",
+        "blocks.3.first": kept(report)["blocks.3.first"],
+        "blocks.3.second": "linear: Reads reads its weight",
+        "head": "linear: it is outside of the blocks",
+    }
+    assert "its forward was replaced already" in kept(report)["blocks.3.first"]
+    assert set(linears(report)) == {"blocks.0.second", "blocks.1.second", "blocks.2.second"}
+
+
+def test_a_linear_that_several_blocks_share(integration, fuselage):
+    shared = nn.Linear(32, 32)
+    model = Model(Block(), Block())
+    model.blocks[0].second = model.blocks[1].second = shared
+    integration.patch(model, linear="fp8")
+    assert isinstance(model.blocks[0].second, fuselage.modules.Fp8Linear)
+    assert model.blocks[0].second is model.blocks[1].second
+    integration.unpatch(model)
+    assert model.blocks[0].second is shared and model.blocks[1].second is shared
+
+
+def test_models_that_are_quantised_already(integration):
+    model = build("Llama")
+    model.config.quantization_config = {"quant_method": "fp8"}
+    report = integration.patch(model, linear="fp8")
+    assert not linears(report)
+    assert kept(report) == {"": "linears: the model is quantised already (fp8)"}
+    assert "left alone" in str(report)
+    del model.config.quantization_config
+
+    class FP8Linear(nn.Linear):
+        pass
+
+    model.model.layers[0].mlp.up_proj = FP8Linear(64, 128)
+    report = integration.patch(model, linear="fp8")
+    assert not linears(report) and kept(report) == {"": "linears: the model has FP8Linear already"}
+
+
+def test_it_follows_the_model(integration):
+    """A cast of the patched model is one of the plain model when it is undone."""
+    model = Model(Block(), Block())
+    weight = model.blocks[0].first.weight.detach().clone()
+    integration.patch(model, linear="fp8")
+    model.to(torch.bfloat16).eval()
+    assert model.blocks[0].first.weight.dtype == E4M3
+    assert model(torch.randn(3, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    integration.unpatch(model)
+    assert torch.equal(model.blocks[0].first.weight, weight.to(torch.bfloat16))
+    assert not model.blocks[0].first.training
+
+
+@pytest.mark.slow
+def test_compiled(integration):
+    model = build("Llama")
+    integration.patch(model, linear="fp8")
+    ids = tokens()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected = logits(model, ids)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        found = compiled(input_ids=ids).logits
+    assert error(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["ltx", "flux"])
+def test_diffusers(fuselage, name):
+    pytest.importorskip("diffusers")
+    from integrations import test_diffusers
+
+    integration = fuselage.integrations.diffusers
+    model, inputs = getattr(test_diffusers, name)()
+    model.eval()
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        state = {n: t.clone() for n, t in model.state_dict().items()}
+        report = integration.patch(model, linear="fp8", keep=("*.ff.net.2",))
+        assert len(linears(report)) > 8, str(report)
+        assert not any("norm" in n or "embed" in n or "proj_out" == n for n in linears(report))
+        assert error(model(**inputs)[0], expected) < 0.2
+        assert integration.unpatch(model) == len(report.replaced)
+        found = model.state_dict()
+        assert all(torch.equal(found[n], t) for n, t in state.items()) and len(found) == len(state)
+        assert torch.equal(model(**inputs)[0], expected)
