@@ -379,6 +379,31 @@ class LogProbs(Logits, Benchmark):
     verify_small = verify_large = reference
 
 
+class QuantFp8(Benchmark):
+    """The input of a product of an 8B model."""
+
+    seed = 20261125
+
+    def setup_decode(self) -> None:
+        self.make(8)
+
+    def setup_prefill(self) -> None:
+        self.make(16384 if self.device != "cpu" else 256)
+
+    def make(self, rows: int) -> None:
+        self.x = torch.randn(rows, 4096, device=self.device, dtype=torch.bfloat16)
+
+    def fused(self) -> None:
+        _, self.out = self.kernel.quant_fp8(self.x)
+
+    def reference(self) -> torch.Tensor:
+        amax = self.x.float().abs().amax(-1, keepdim=True)
+        return amax / torch.full_like(amax, 448.0)
+
+    benchmark_decode = benchmark_prefill = fused
+    verify_decode = verify_prefill = reference
+
+
 class TopkSoftmax(Benchmark):
     """The router of Qwen3-MoE."""
 

@@ -155,6 +155,20 @@ def check_sampling(kernel, device: str) -> None:
     assert torch.equal(tokens.flatten(), wanted), f"sampling: drew {tokens.flatten().tolist()}"
 
 
+def check_quantisation(kernel, device: str) -> None:
+    """Values within the rounding of float8, and the product of a layer within a few of them."""
+    x = torch.randn(16, 256, device=device)
+    for group_size in (-1, 128):
+        q, scale = kernel.quant_fp8(x, group_size=group_size)
+        scale = scale if group_size == -1 else scale.repeat_interleave(128, -1)
+        error = (q.float() * scale - x).abs() - (x.abs() / 16 + scale / 512)
+        assert error.max() <= 0, f"quantisation: groups of {group_size} are off"
+    linear = torch.nn.Linear(256, 64, device=device).requires_grad_(False)
+    ours, exact = kernel.modules.Fp8Linear.from_linear(linear)(x), linear(x)
+    error = ((ours - exact).norm() / exact.norm()).item()
+    assert error < 0.1, f"quantisation: a product is off by {error:.2g}"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs every family, and returns 1 if one is wrong."""
     options = parse_arguments(arguments)
@@ -169,13 +183,13 @@ def main(arguments: list[str] | None = None) -> int:
     print(describe(kernel, device), flush=True)
     failures = 0
     checks = {family: list(TOLERANCES) for family in CASES}
-    for family, dtypes in {**checks, "sampling": [None]}.items():
+    others = {"sampling": check_sampling, "quant": check_quantisation}
+    for family, dtypes in {**checks, **dict.fromkeys(others, ())}.items():
         try:
             for dtype in dtypes:
-                if dtype is None:
-                    check_sampling(kernel, device)
-                else:
-                    check(family, kernel, device, dtype)
+                check(family, kernel, device, dtype)
+            if family in others:
+                others[family](kernel, device)
             print(f"{family}: ok", flush=True)
         except (AssertionError, RuntimeError) as error:
             failures += 1

@@ -32,6 +32,15 @@ def test_train(fuselage):
     assert output.endswith("the loss is PyTorch's, and it fell\n")
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_blockwise"])
+def test_fp8(fuselage, recipe):
+    pytest.importorskip("transformers")
+    sizes = ["--layers", "1", "--tokens", "16", "--repeats", "1", "--keep", "*.down_proj"]
+    output = run("fp8.py", *sizes, "--recipe", recipe)
+    assert "left alone" in output and "linear: it is in `keep`" in output
+    assert output.endswith("undone: the same bits as before\n")
+
+
 def test_grpo(fuselage):
     output = run("grpo.py", "--dim", "32", "--group", "32", "--steps", "25")
     assert output.endswith("rollout and trainer agree bit for bit, and the reward rose\n")

@@ -25,6 +25,7 @@ class Scenario:
         integration: The part of fuselage.integrations that patches it.
         variants: Names of what is patched, and the options of `patch`. Each replaces more than the
             one before.
+        rough: Variants that round more than bfloat16 does, as float8: held to a wider limit.
         before: What each step needs before it, and what is not timed.
         per_sample: Steps in what the table calls one sample, such as the steps of a denoising.
         batches: What finds the largest batch, for the plain model and the last variant.
@@ -41,6 +42,7 @@ class Scenario:
     per_sample: int = 1
     batches: Batches | None = None
     variants: dict[str, dict] = field(default_factory=lambda: {"fuselage": {}})
+    rough: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
 
 

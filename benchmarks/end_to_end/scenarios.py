@@ -123,6 +123,13 @@ def how_compiled(model: torch.nn.Module, whole: bool) -> tuple[Callable, str]:
     return compiled_blocks(list(model.model.layers), model), BLOCKS_NOTE
 
 
+# What is also timed with float8 linears: fuselage's operators without them, and with them.
+FLOAT8 = {
+    "variants": {"fuselage": {}, "fuselage + fp8": {"linear": "fp8"}},
+    "rough": ("fp8", "fuselage + fp8"),
+}
+
+
 def prefill(
     device: str,
     quick: bool,
@@ -130,6 +137,7 @@ def prefill(
     exact: bool = False,
     kind: str = "Llama",
     whole: bool = False,
+    float8: bool = False,
 ) -> Scenario:
     """Logits of the last token of prompts."""
     model, title, notes = causal_model(device, quick, layers, exact, kind=kind, whole=whole)
@@ -149,14 +157,22 @@ def prefill(
         compiled=compile,
         integration="transformers",
         notes=[*notes, note],
+        **(FLOAT8 if float8 else {}),
     )
 
 
-def decode(device: str, quick: bool, layers: int | None, exact: bool = False) -> Scenario:
+def decode(
+    device: str,
+    quick: bool,
+    layers: int | None,
+    exact: bool = False,
+    kind: str = "Llama",
+    float8: bool = False,
+) -> Scenario:
     """One token for each sequence, with a static cache."""
     from transformers import StaticCache
 
-    model, title, notes = causal_model(device, quick, layers, exact)
+    model, title, notes = causal_model(device, quick, layers, exact, kind=kind)
     batch, context = (2, 32) if quick else (8, 1024)
     ids = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
     cache = StaticCache(config=model.config, max_cache_len=context + 1)
@@ -190,6 +206,7 @@ def decode(device: str, quick: bool, layers: int | None, exact: bool = False) ->
         # The same token again: every step does the same work.
         before=lambda: _rewind(cache, context),
         notes=[*notes, "static cache", "compiled whole, with CUDA graphs on a GPU"],
+        **(FLOAT8 if float8 else {}),
     )
 
 
@@ -334,6 +351,7 @@ def encoding(device: str, quick: bool, layers: int | None, exact: bool = False) 
 
 WHOLE = ("Llama", "Qwen3", "Gemma3", "Olmo2")
 LOSSES = ("Llama", "Qwen3-4B")
+IN_FLOAT8 = ("Llama", "Qwen3")
 
 # With `exact`, in float32.
 SCENARIOS: dict[str, Callable[..., Scenario]] = {
@@ -348,4 +366,9 @@ SCENARIOS: dict[str, Callable[..., Scenario]] = {
         for factory in (prefill, training)
     },
     **{f"{kind.lower()}-training-loss": partial(training_loss, kind=kind) for kind in LOSSES},
+    **{
+        f"{kind.lower()}-{factory.__name__}-fp8": partial(factory, kind=kind, float8=True)
+        for kind in IN_FLOAT8
+        for factory in (prefill, decode)
+    },
 }

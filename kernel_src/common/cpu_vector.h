@@ -29,6 +29,7 @@ constexpr int kLanes = FUSELAGE_VECTOR_BYTES / 4;
 typedef float Floats __attribute__((vector_size(FUSELAGE_VECTOR_BYTES)));
 typedef uint32_t Words __attribute__((vector_size(FUSELAGE_VECTOR_BYTES)));
 typedef uint16_t Halves __attribute__((vector_size(FUSELAGE_VECTOR_BYTES / 2)));
+typedef uint8_t Bytes __attribute__((vector_size(FUSELAGE_VECTOR_BYTES / 4)));
 
 struct Float16 {
   uint16_t bits;
@@ -147,6 +148,26 @@ FUSELAGE_INLINE Halves encode(Float16, Floats value) {
 }
 
 #endif
+#endif
+
+// The low byte of each word.
+#if FUSELAGE_VECTOR_BYTES == 64
+FUSELAGE_INLINE Bytes low_bytes(Words words) {
+  return (Bytes)_mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)words);
+}
+#elif FUSELAGE_VECTOR_BYTES == 32
+FUSELAGE_INLINE Bytes low_bytes(Words words) {
+  const __m256i source = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+  const __m256i in_each_half = _mm256_shuffle_epi8((__m256i)words, source);
+  const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(in_each_half),
+                                          _mm256_extracti128_si256(in_each_half, 1));
+  Bytes bytes;
+  __builtin_memcpy(&bytes, &both, sizeof(bytes));
+  return bytes;
+}
+#else
+FUSELAGE_INLINE Bytes low_bytes(Words words) { return __builtin_convertvector(words, Bytes); }
 #endif
 
 // A bfloat16 is the high half of a float32.

@@ -14,7 +14,6 @@
 namespace fuselage::cpu {
 namespace FUSELAGE_ISA {
 
-typedef uint8_t QuantBytes __attribute__((vector_size(kLanes)));
 typedef int32_t QuantIntegers __attribute__((vector_size(FUSELAGE_VECTOR_BYTES)));
 
 // The largest |x| of [begin, end), by its bits: they have the order of numbers, and NaN is above
@@ -55,7 +54,7 @@ template <QuantFormat kFormat, class T>
 static void quant_columns(const T* x, uint8_t* q, float scale, int64_t begin, int64_t end) {
   for_each_vector(begin, end, [&](int64_t i, auto lanes) {
     const Words codes = quant_encode<kFormat>(load(x + i, lanes) / scale);
-    const QuantBytes bytes = __builtin_convertvector(codes, QuantBytes);
+    const Bytes bytes = low_bytes(codes);
     __builtin_memcpy(q + i, &bytes, count_of(lanes));
   });
 }
