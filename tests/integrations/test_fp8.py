@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -180,6 +181,18 @@ def test_it_follows_the_model(integration):
     integration.unpatch(model)
     assert torch.equal(model.blocks[0].first.weight, weight.to(torch.bfloat16))
     assert not model.blocks[0].first.training
+
+
+def test_a_pickle_is_of_the_plain_model(integration):
+    model = nn.Sequential(nn.ModuleList([nn.Linear(32, 48), nn.Linear(48, 16)]))
+    weight = model[0][1].weight.detach().clone()
+    assert len(linears(integration.patch(model, linear="fp8"))) == 2
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    other = torch.load(file, weights_only=False)
+    assert type(other[0][0]) is nn.Linear and torch.equal(other[0][1].weight, weight)
+    assert isinstance(copy.copy(model[0][0]), nn.Module)
 
 
 @pytest.mark.slow

@@ -247,6 +247,26 @@ def test_compiled(fuselage, device, recipe, requires_grad):
 # Where it is emulated
 
 
+@pytest.mark.parametrize("lead", [(5,), (2, 3), (), (1,), (16,)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_product_that_is_emulated(fuselage, lead, bias):
+    """PyTorch's own, of rows with a scale each, which newer releases have on a CPU."""
+    import importlib
+
+    products = importlib.import_module(f"{fuselage.__name__}._fp8")
+    _, module = made(fuselage, bias=bias)
+    x = normal((*lead, 256), HALF, "cpu")
+    tensors = (*fuselage.quant_fp8(x), module.weight, module.weight_scale, module.bias)
+    try:
+        found = products.product(*tensors, HALF, "rowwise", True, False)
+    except (RuntimeError, ValueError, NotImplementedError):
+        pytest.skip("this PyTorch has no float8 products on a CPU")
+    expected = products.product(*tensors, HALF, "rowwise", True, True)
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.01 * scale)
+
+
 def test_it_says_once_that_it_is_emulated(fuselage):
     _, module = made(fuselage)
     assert module.emulated_because == "cpu has no float8 products"

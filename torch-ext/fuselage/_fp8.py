@@ -101,27 +101,28 @@ def product(q, scale, weight, weight_scale, bias, dtype, recipe, fast_accum, emu
         weight = dequantized(weight, weight_scale, recipe, dtype)
         with torch.autocast(q.device.type, enabled=False):
             return F.linear(x, weight, None if bias is None else bias.to(dtype))
-    lead = q.shape[:-1]
-    q, scale = q.reshape(-1, q.shape[-1]), scale.reshape(-1, scale.shape[-1])
-    rows = q.shape[0]
+    lead, rows = q.shape[:-1], None
+    if len(lead) != 1:
+        q, scale = q.reshape(-1, q.shape[-1]), scale.reshape(-1, scale.shape[-1])
     if recipe == "blockwise":
         # A column of scales after the other, of a multiple of 4 rows.
-        padding = (0, 0, 0, -rows % 4)
-        q = F.pad(q.view(torch.uint8), padding).view(E4M3) if rows % 4 else q
-        scale = F.pad(scale, padding).t().contiguous().t()
+        if q.shape[0] % 4:
+            rows, padding = q.shape[0], (0, 0, 0, -q.shape[0] % 4)
+            q, scale = F.pad(q.view(torch.uint8), padding).view(E4M3), F.pad(scale, padding)
+        scale = scale.t().contiguous().t()
+    fuses_bias = recipe == "rowwise" and dtype == torch.bfloat16 and _is_bfloat16(bias)
     out = torch._scaled_mm(
         q,
         weight.t(),
         scale_a=scale,
         scale_b=weight_scale.t(),
-        bias=bias if dtype == torch.bfloat16 and _is_bfloat16(bias) else None,
+        bias=bias if fuses_bias else None,
         out_dtype=torch.bfloat16,
         use_fast_accum=fast_accum and recipe == "rowwise",
     )
-    out = out[:rows].reshape(*lead, weight.shape[0]).to(dtype)
-    if bias is None or (dtype == torch.bfloat16 and _is_bfloat16(bias)):
-        return out
-    return out + bias.to(dtype)
+    out = out if rows is None else out[:rows]
+    out = (out if len(lead) == 1 else out.reshape(*lead, weight.shape[0])).to(dtype)
+    return out if bias is None or fuses_bias else out + bias.to(dtype)
 
 
 def _is_bfloat16(bias: Optional[torch.Tensor]) -> bool:
@@ -201,24 +202,25 @@ def why_emulated(
         )
     if recipe == "blockwise" and in_features % GROUP:
         return f"blockwise products take multiples of {GROUP} columns, not {in_features}"
-    key = (device.index, recipe)
+    blocks = in_features // GROUP % 4 if recipe == "blockwise" else 0
+    key = (device.index, recipe, blocks)
     if key not in _refusals:
-        _refusals[key] = _try_product(device, recipe)
+        _refusals[key] = _try_product(device, recipe, blocks)
     return _refusals[key]
 
 
-def _try_product(device: torch.device, recipe: str) -> Optional[str]:
-    """What PyTorch says to a small product on that GPU."""
+def _try_product(device: torch.device, recipe: str, blocks: int) -> Optional[str]:
+    """What PyTorch says to a small product on that GPU, whose scales have rows of 4 + `blocks`."""
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 9):
         return f"{torch.cuda.get_device_name(device)} has no float8 products"
-    size = 512
+    size = GROUP * (4 + blocks)
     q = torch.zeros((size, size), device=device, dtype=torch.uint8).view(E4M3)
     scales = (size, 1) if recipe == "rowwise" else (size, size // GROUP)
     of_weight = (size, 1) if recipe == "rowwise" else (size // GROUP,) * 2
     scale, weight_scale = (torch.ones(sizes, device=device) for sizes in (scales, of_weight))
     try:  # of q with itself as the weight
         product(q, scale, q, weight_scale, None, torch.bfloat16, recipe, True, False)
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, ValueError) as error:
         return f"PyTorch has no {recipe} product here: {str(error).splitlines()[0]}"
     return None
 

@@ -6,7 +6,9 @@ is kept beside, where neither `modules()` nor the state dict sees it.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import operator
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import cache
@@ -21,7 +23,6 @@ from ._patch import Report, foreign_forward, listened_to
 
 RECIPES = {"fp8": "rowwise", "fp8_blockwise": "blockwise"}
 
-_ORIGINAL = "fuselage_original"
 # Names of linears whose results choose experts: a rounding may choose others.
 _ROUTERS = ("gate", "router", "shared_expert_gate", "gate_logits", "router_logits")
 # Classes of others whose weights are float8.
@@ -35,6 +36,36 @@ _FLOAT8_CLASSES = (
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+class PatchedLinear(Fp8Linear):
+    """One that knows what it stands for, of which no submodule, parameter or state is made.
+
+    It is copied as it is, and pickled as the other.
+    """
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, linear: nn.Linear, recipe: str) -> PatchedLinear:
+        made = cls.from_linear(linear, recipe=recipe)
+        vars(made)["fuselage_original"] = linear
+        return made
+
+    def original(self) -> nn.Linear:
+        """Where the model went meanwhile."""
+        linear = vars(self)["fuselage_original"].to(self.weight.device, self.dtype)
+        return linear.train(self.training)
+
+    def _get_name(self) -> str:
+        return Fp8Linear.__name__
+
+    def __deepcopy__(self, memo: dict) -> PatchedLinear:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __reduce_ex__(self, protocol):
+        return operator.itemgetter(0), ((self.original(),),)
+
+
 def replace_linears(
     model: nn.Module, linear: Optional[str], keep: Iterable[str], report: Report, prefix: str = ""
 ) -> None:
@@ -45,7 +76,7 @@ def replace_linears(
     if why is not None:
         report.left_alone[prefix.rstrip(".")] = why
         return
-    made: dict[int, Fp8Linear] = {}
+    made: dict[int, PatchedLinear] = {}
     in_float32 = _names_in_float32(model)
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
     for name, parent, child_name, in_blocks in list(_linears(model)):
@@ -58,7 +89,7 @@ def replace_linears(
             if reason is not None:
                 report.left_alone.setdefault(prefix + name, reason)
                 continue
-            made[id(child)] = _quantised(child, RECIPES[linear])
+            made[id(child)] = PatchedLinear.of(child, RECIPES[linear])
         parent._modules[child_name] = made[id(child)]
         report.replaced[prefix + name] = _described(made[id(child)])
 
@@ -75,13 +106,9 @@ def restore_linears(model: nn.Module) -> int:
     count = 0
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            original = vars(child).get(_ORIGINAL) if child is not None else None
-            if original is None:
-                continue
-            # Where the model went meanwhile.
-            parent._modules[name] = original.to(child.weight.device, child.dtype)
-            original.train(child.training)
-            count += 1
+            if isinstance(child, PatchedLinear):
+                parent._modules[name] = child.original()
+                count += 1
     return count
 
 
@@ -163,13 +190,6 @@ def _is_within(name: str, pattern: str) -> bool:
     """Whether the module of that name, or one that it is within, is of the pattern."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
-
-
-@torch.no_grad()
-def _quantised(linear: nn.Linear, recipe: str) -> Fp8Linear:
-    made = Fp8Linear.from_linear(linear, recipe=recipe)
-    vars(made)[_ORIGINAL] = linear  # not as a submodule
-    return made
 
 
 def _described(linear: Fp8Linear) -> str:
