@@ -221,6 +221,21 @@ def test_training_steps_with_and_without_the_fused_loss(main, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_float8_linears_have_a_limit_of_their_own(main, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "results.json"
+    options = [*OPTIONS, "--only", "qwen3-prefill-fp8", "--output", str(path)]
+    assert main(options) == 0
+    (case,) = json.loads(path.read_text())["cases"].values()
+    assert list(case["columns"]) == ["eager", "eager + fuselage", "eager + fuselage + fp8"]
+    errors = [column["error"] for column in case["columns"].values()]
+    assert errors[1] <= 1e-4 < errors[2]
+    from benchmarks.end_to_end import cli
+
+    monkeypatch.setattr(cli, "ROUGH_LIMIT", 1e-3)
+    assert main(options) == 1 and "FAILED: not timed" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_the_fused_loss_compiled(main, tmp_path):
     path = tmp_path / "results.json"
     options = ["--quick", "--device", "cpu", "--no-breakdown", "--output", str(path)]
