@@ -93,10 +93,10 @@ __device__ __forceinline__ uint32_t largest_of_row(uint32_t key, uint32_t (&warp
 // first quotient is off by less than one in its last place, its remainder is exact, and one
 // correction rounds the quotient to nearest (Markstein 1990). That takes a scale that is neither
 // very large nor very small, so both may be multiplied by a power of two.
-struct Divisor {
+struct ScaleDivisor {
   float scale, reciprocal, rest, factor;
 
-  __device__ __forceinline__ explicit Divisor(float by) {
+  __device__ __forceinline__ explicit ScaleDivisor(float by) {
     const float size = fabsf(by);
     factor = size < 5.421010862e-20f          ? 18446744073709551616.0f  // 2^-64, 2^64
              : size > 18446744073709551616.0f ? 5.421010862e-20f
@@ -123,7 +123,7 @@ struct Divisor {
 };
 
 template <bool kBounded, int N>
-__device__ __forceinline__ void divide(float (&values)[N], const Divisor& divisor) {
+__device__ __forceinline__ void divide(float (&values)[N], const ScaleDivisor& divisor) {
 #pragma unroll
   for (int k = 0; k < N; ++k) values[k] = divisor.quotient<kBounded>(values[k] * divisor.factor);
 }
@@ -204,7 +204,7 @@ __device__ __forceinline__ void store_codes(const Vector<uint8_t, N>& codes, uin
 // A vector from its values to its codes in memory.
 template <bool kForMany, bool kBounded, typename T, int N>
 __device__ __forceinline__ void quantise(const QuantForward& p, const Vector<T, N>& vector,
-                                         const Divisor& divisor, uint8_t* target, int left) {
+                                         const ScaleDivisor& divisor, uint8_t* target, int left) {
   float values[N];
   unpack(vector, opaque(p.x_dtype), values);
   divide<kBounded>(values, divisor);
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kForMany&& kVectors == 1 ? kQuantShortThreads 
   uint8_t* target = p.q + row * p.dim + first_column;
   float* scales = p.scale + row * p.scale_row_stride;
   if (p.given_scale != nullptr) {
-    const Divisor divisor(*p.given_scale);
+    const ScaleDivisor divisor(*p.given_scale);
 #pragma unroll
     for (int j = 0; j < kVectors; ++j)
       quantise<kForMany, false>(p, vectors[j], divisor, target + j * kStep, left - j * kStep);
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kForMany&& kVectors == 1 ? kQuantShortThreads 
     scale = scale_of<T>(p, largest_of_row(key, warps));
     if (threadIdx.x == 0 && row < p.rows) *scales = scale;
   }
-  Divisor divisor(scale);
+  ScaleDivisor divisor(scale);
   // NOTE: a row of fewer lanes is shorter than a group.
   const int width = min(kQuantGroup / N, static_cast<int>(blockDim.x));
 #pragma unroll
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kForMany&& kVectors == 1 ? kQuantShortThreads 
       scale = scale_of<T>(p, largest_of_lanes(key_of(vectors[j]), width));
       if (threadIdx.x % width == 0 && left > j * kStep)
         scales[(first_column + j * kStep) / kQuantGroup * p.scale_group_stride] = scale;
-      divisor = Divisor(scale);
+      divisor = ScaleDivisor(scale);
     }
     quantise<kForMany, true>(p, vectors[j], divisor, target + j * kStep, left - j * kStep);
   }
@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(kQuantThreads) quant_streamed_kernel(const Qua
   for_each_vector([&](int, const Vector<T, N>& vector) { key = max(key, key_of(vector)); });
   const float scale = scale_of<T>(p, largest_of_row(key, warps));
   if (threadIdx.x == 0) p.scale[row * p.scale_row_stride] = scale;
-  const Divisor divisor(scale);
+  const ScaleDivisor divisor(scale);
   for_each_vector([&](int column, const Vector<T, N>& vector) {
     quantise<false, true>(p, vector, divisor, p.q + row * p.dim + column, dim - column);
   });

@@ -210,18 +210,29 @@ def why_emulated(
 
 
 def _try_product(device: torch.device, recipe: str, blocks: int) -> Optional[str]:
-    """What PyTorch says to a small product on that GPU, whose scales have rows of 4 + `blocks`."""
+    """What is wrong with a small product on that GPU, whose scales have rows of 4 + `blocks`.
+
+    PyTorch 2.11 on an H100 takes a weight's scales for rows of a multiple of four blocks, whatever
+    they are: where they are not, it raises nothing, and multiplies with others.
+    """
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 9):
         return f"{torch.cuda.get_device_name(device)} has no float8 products"
     size = GROUP * (4 + blocks)
-    q = torch.zeros((size, size), device=device, dtype=torch.uint8).view(E4M3)
+    q = torch.ones((size, size), device=device).to(E4M3)
     scales = (size, 1) if recipe == "rowwise" else (size, size // GROUP)
     of_weight = (size, 1) if recipe == "rowwise" else (size // GROUP,) * 2
-    scale, weight_scale = (torch.ones(sizes, device=device) for sizes in (scales, of_weight))
-    try:  # of q with itself as the weight
-        product(q, scale, q, weight_scale, None, torch.bfloat16, recipe, True, False)
+    scale, weight_scale = (  # powers of two, no row or column of them like another
+        torch.arange(rows * columns, device=device).remainder(11).float().exp2().view(rows, columns)
+        for rows, columns in (scales, of_weight)
+    )
+    given = (q, scale, q, weight_scale, None, torch.bfloat16, recipe, True)  # q is the weight, too
+    try:
+        found = product(*given, False).float()
     except (RuntimeError, ValueError) as error:
         return f"PyTorch has no {recipe} product here: {str(error).splitlines()[0]}"
+    expected = product(*given, True).float()
+    if not torch.allclose(found, expected, rtol=2**-6):
+        return f"PyTorch's {recipe} product of rows of {4 + blocks} blocks is wrong here"
     return None
 
 
