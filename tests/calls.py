@@ -11,6 +11,7 @@ from operators import (
     ADA_RMS_NORM,
     GATE_RESIDUAL_ADA_NORM,
     OPERATORS,
+    group_norm_inputs,
     grouped_poly_norm_inputs,
 )
 from torch import Tensor
@@ -104,6 +105,9 @@ def call_of(name: str, dtype: torch.dtype, device: str) -> dict:
         return _route(dtype, device)
     if name == "quant_fp8":
         return _quant(dtype, device)
+    if name == "group_norm":
+        inputs = group_norm_inputs((2, 8, 3), dtype, device)
+        return {**inputs, "num_groups": 2, "eps": 1e-5, "activation": "silu"}
     if name == "qk_norm_rotary":
         return _qk_norm_rotary(dtype, device)
     if name.startswith("apply_rotary"):

@@ -77,6 +77,21 @@ def gated_rms_norm(
     return (n * a if norm_before_gate else n).to(x.dtype)
 
 
+def group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = None,
+) -> Tensor:
+    """In `x`'s dtype, as PyTorch takes no others on a GPU."""
+    weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
+    out = torch.nn.functional.group_norm(x, num_groups, weight, bias, eps)
+    return out if activation is None else torch.nn.functional.silu(out)
+
+
 def poly_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6, *, mul: Tensor | None = None
 ) -> Tensor:

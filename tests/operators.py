@@ -236,6 +236,75 @@ GATED_RMS_NORM = Operator(
     samples=_gated_rms_norm_samples,
 )
 
+# Group norm
+
+GROUP_NORM_STYLES = {
+    "torch": Style(),
+    "silu": Style(options={"activation": "silu"}),
+    "float32_affine": Style(
+        inputs={"weight": torch.float32, "bias": torch.float32}, options={"activation": "silu"}
+    ),
+    "no_affine": Style(inputs={"weight": None, "bias": None}, options={"eps": 1e-3}),
+    "no_bias": Style(inputs={"bias": None}),
+}
+
+
+def group_norm_inputs(shape, dtype, device, *, weight="same", bias="same", **_):
+    """`x`, `weight` and `bias`: their dtypes, "same" for that of `x`, or None for none."""
+    inputs = {"x": normal(shape, dtype, device, mean=0.5)}
+    for name, chosen, centre in (("weight", weight, 1.0), ("bias", bias, 0.0)):
+        chosen = dtype if chosen == "same" else chosen
+        inputs[name] = None
+        if chosen is not None:
+            inputs[name] = normal(shape[1:2], chosen, device, scale=0.3, mean=centre)
+    return inputs
+
+
+def _group_norm_samples(kernel, device):
+    """(op, arguments) of everything that is registered, for opcheck."""
+    ops = kernel.norm.ops
+    for dtype, affine, shape, groups, last in (
+        (torch.float32, torch.float32, (2, 4, 3), 2, False),
+        (torch.bfloat16, torch.float32, (2, 6, 3, 5), 3, True),
+        (torch.float16, None, (3, 8), 4, False),
+    ):
+        x, weight, bias = group_norm_inputs(
+            shape, dtype, device, weight=affine, bias=affine
+        ).values()
+        if last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        number = 7 if last else 0
+        yield ops.group_norm.default, (x, groups, weight, bias, 1e-5, number)
+        statistics = torch.rand((shape[0] * groups, 2), device=device) + 0.5
+        given = (groups, weight, bias, statistics, number)
+        for needs in ((True, True, True), (True, False, False), (False, True, False)):
+            yield ops.group_norm_bwd.default, (torch.ones_like(x), x, *given, *needs)
+        for requires_grad in (False, True):
+            leaves = [
+                t if t is None else t.detach().clone().requires_grad_(requires_grad)
+                for t in (x, weight, bias)
+            ]
+            arguments = (leaves[0], groups, *leaves[1:], 1e-5, number)
+            yield ops.group_norm_fwd.default, arguments
+
+
+# Not among OPERATORS: samples are no rows. tests/norm/test_group_norm.py has its tests.
+GROUP_NORM = Operator(
+    name="group_norm",
+    make_inputs=group_norm_inputs,
+    reference=reference.group_norm,
+    eager=eager.group_norm,
+    row_inputs=("x",),
+    vector_inputs=("weight", "bias"),
+    outputs=("out",),
+    styles=GROUP_NORM_STYLES,
+    defaults={"num_groups": 2},
+    output_terms=reference.group_norm_output_terms,
+    gradient_terms=reference.group_norm_gradient_terms,
+    saved=("x", "weight", "bias", "statistics"),
+    samples=_group_norm_samples,
+)
+
 # PolyNorm
 
 POLY_NORM_STYLES = {
@@ -1014,7 +1083,7 @@ SAMPLED = tuple(
     op
     for op in (
         *(*OPERATORS, APPLY_ROTARY, LM_HEAD_SAMPLE, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY),
-        *(TOPK_SOFTMAX, QUANT_FP8),
+        *(TOPK_SOFTMAX, GROUP_NORM, QUANT_FP8),
     )
     if op.samples is not None
 )

@@ -224,6 +224,88 @@ def gated_rms_norm_terms(
     return {name: size.flatten(-2) for name, size in sizes.items()}
 
 
+def _group_norm_parts(x: Tensor, num_groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`x` as [samples, groups, size], its mean and its rstd."""
+    grouped = x.reshape(x.shape[0], num_groups, -1)
+    mean = grouped.mean(-1, keepdim=True)
+    variance = (grouped - mean).pow(2).mean(-1, keepdim=True)
+    return grouped, mean, 1 / torch.sqrt(variance + eps)
+
+
+def _of_channels(values: Tensor | None, x: Tensor, missing: float) -> Tensor | float:
+    return missing if values is None else values.view(-1, *[1] * (x.dim() - 2))
+
+
+def group_norm(
+    x: Tensor,  # [samples, channels, ...]
+    num_groups: int,
+    weight: Tensor | None = None,  # [channels]
+    bias: Tensor | None = None,  # [channels]
+    eps: float = 1e-5,
+    *,
+    activation: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    grouped, mean, rstd = _group_norm_parts(x, num_groups, eps)
+    n = ((grouped - mean) * rstd).reshape(x.shape)
+    y = n * _of_channels(weight, x, 1.0) + _of_channels(bias, x, 0.0)
+    return y if activation is None else y * torch.sigmoid(y)
+
+
+def group_norm_output_terms(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = None,
+) -> Tensor:
+    """The sizes of the terms whose sum is the result. The slope of silu is at most 1.1."""
+    grouped, mean, rstd = _group_norm_parts(x, num_groups, eps)
+    n = ((grouped.abs() + mean.abs()) * rstd).reshape(x.shape)
+    weight, bias = _of_channels(weight, x, 1.0), _of_channels(bias, x, 0.0)
+    return n * abs(weight) + abs(bias)
+
+
+def group_norm_gradient_terms(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = None,
+    grad_out: Tensor,
+) -> dict[str, Tensor]:
+    """The same of the gradients, with a = grad_out * slope of the activation
+
+    grad_x      = rstd * (a * weight - mean(a * weight) - n * mean(a * weight * n))
+    grad_weight = sum of a * n
+    grad_bias   = sum of a
+    """
+    grouped, mean, rstd = _group_norm_parts(x, num_groups, eps)
+    n = ((grouped.abs() + mean.abs()) * rstd).reshape(x.shape)
+    a = grad_out.abs()
+    if (
+        activation is not None
+    ):  # the slope of silu changes by at most half of what its argument does
+        a = a * (1 + group_norm_output_terms(x, num_groups, weight, bias, eps) / 2)
+    g = a * abs(_of_channels(weight, x, 1.0))
+
+    def mean_of(t: Tensor) -> Tensor:
+        means = t.reshape(grouped.shape).mean(-1, keepdim=True)
+        return means.expand(grouped.shape).reshape(x.shape)
+
+    of_x = (g + mean_of(g) + n * mean_of(g * n)).reshape(grouped.shape) * rstd
+    others = [0, *range(2, x.dim())]
+    return {
+        "x": of_x.reshape(x.shape),
+        "weight": (a * n).sum(others),
+        "bias": a.sum(others),
+    }
+
+
 def _poly_norm_parts(x: Tensor, eps: float) -> list[Tensor]:
     """N(x^3), N(x^2), N(x), in the order of the weights."""
     powers = (x * x * x, x * x, x)

@@ -17,12 +17,13 @@ NORMS = (
     "fused_mul_poly_norm",
     "gate_residual_ada_norm",
     "gated_rms_norm",
-    "rms_norm_add_rms_norm",
+    "group_norm",
     "grouped_poly_norm",
     "layer_norm",
     "poly_norm",
     "qk_norm_rotary",
     "rms_norm",
+    "rms_norm_add_rms_norm",
 )
 POINTWISE = ("add_mul_act", "apply_rotary", "bias_act", "geglu", "swiglu")
 # Whose second result is no norm's.

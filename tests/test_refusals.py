@@ -36,6 +36,7 @@ FUNCTIONS = (
     "gelu_quick",
     "gelu_tanh",
     "gelu_tanh_and_mul",
+    "group_norm",
     "grouped_poly_norm",
     "gumbel_sample",
     "layer_norm",

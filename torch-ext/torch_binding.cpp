@@ -8,6 +8,7 @@ static void register_ops(const fuselage::binding::Ops& ops) {
   using namespace fuselage::binding;
   register_norm_ops(ops);
   register_gated_rms_norm_ops(ops);
+  register_group_norm_ops(ops);
   register_poly_norm_ops(ops);
   register_ada_norm_ops(ops);
   register_shard_norm_ops(ops);

@@ -242,6 +242,13 @@ FUSELAGE_INLINE Floats load(const T* from, Lanes lanes) {
   return decode(T{}, bits);
 }
 
+// Zero in the lanes that are not there.
+FUSELAGE_INLINE Floats cut(Floats value, AllLanes) { return value; }
+FUSELAGE_INLINE Floats cut(Floats value, FirstLanes lanes) {
+  for (int k = lanes.count; k < kLanes; ++k) value[k] = 0;
+  return value;
+}
+
 template <class Lanes>
 FUSELAGE_INLINE void store(float* to, Floats value, Lanes lanes) {
   __builtin_memcpy(to, &value, count_of(lanes) * sizeof(float));

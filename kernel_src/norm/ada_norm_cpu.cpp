@@ -41,13 +41,6 @@ struct AdaNormValues {
   }
 };
 
-// Zero in the lanes that are not there.
-FUSELAGE_INLINE Floats ada_norm_cut(Floats value, AllLanes) { return value; }
-FUSELAGE_INLINE Floats ada_norm_cut(Floats value, FirstLanes lanes) {
-  for (int k = lanes.count; k < kLanes; ++k) value[k] = 0;
-  return value;
-}
-
 // A product that is not to be fused with the addition after it: compilers do so in one place and
 // not in the other.
 FUSELAGE_INLINE Floats ada_norm_rounded(Floats product) {
@@ -87,7 +80,7 @@ template <class X>
 static double ada_norm_sum_squares(const X* s,  // [dim]
                                    int64_t dim, float mean) {
   return sum_vectors(dim, [&](int64_t i, auto lanes) {
-    const Floats centred = ada_norm_cut(load(s + i, lanes) - mean, lanes);
+    const Floats centred = cut(load(s + i, lanes) - mean, lanes);
     return centred * centred;
   });
 }
@@ -96,8 +89,8 @@ static double ada_norm_sum_squares(const X* s,  // [dim]
 template <class X>
 static double ada_norm_sum_deviations(const X* s,  // [dim]
                                       int64_t dim, float mean) {
-  return sum_vectors(
-      dim, [&](int64_t i, auto lanes) { return ada_norm_cut(load(s + i, lanes) - mean, lanes); });
+  return sum_vectors(dim,
+                     [&](int64_t i, auto lanes) { return cut(load(s + i, lanes) - mean, lanes); });
 }
 
 template <class X>

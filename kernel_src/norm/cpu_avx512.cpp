@@ -5,6 +5,7 @@
 #if FUSELAGE_HAS_X86_ISAS
 #include "norm/ada_norm_cpu.cpp"
 #include "norm/gated_rms_norm_cpu.cpp"
+#include "norm/group_norm_cpu.cpp"
 #include "norm/poly_norm_cpu.cpp"
 #include "norm/rms_norm_cpu.cpp"
 #include "norm/shard_norm_cpu.cpp"

@@ -62,13 +62,6 @@ FUSELAGE_INLINE float shard_norm_rstd(const ShardNorm& p, const float* statistic
   return rstd > 0 ? rstd : __builtin_nanf("");
 }
 
-// Zero in the lanes that are not there.
-FUSELAGE_INLINE Floats shard_norm_cut(Floats value, AllLanes) { return value; }
-FUSELAGE_INLINE Floats shard_norm_cut(Floats value, FirstLanes lanes) {
-  for (int k = lanes.count; k < kLanes; ++k) value[k] = 0;
-  return value;
-}
-
 // Factors of the polynomial of a row of poly_norm: w0 r0, w1 r1, w2 r2, and the bias.
 struct ShardPolynomial {
   float factors[3], bias;
@@ -98,7 +91,7 @@ static void shard_norm_moments(const X* s,  // [dim]
   const float mean = static_cast<float>(sum / count);
   double totals[2];
   sum_vectors_of<2>(dim, totals, [&](int64_t i, auto lanes, Floats* add) {
-    const Floats centred = shard_norm_cut(load(s + i, lanes) - mean, lanes);
+    const Floats centred = cut(load(s + i, lanes) - mean, lanes);
     add[0] += centred;
     add[1] += centred * centred;
   });

@@ -44,6 +44,7 @@ class Ops {
 
 void register_norm_ops(const Ops& ops);
 void register_gated_rms_norm_ops(const Ops& ops);
+void register_group_norm_ops(const Ops& ops);
 void register_ada_norm_ops(const Ops& ops);
 void register_poly_norm_ops(const Ops& ops);
 void register_shard_norm_ops(const Ops& ops);

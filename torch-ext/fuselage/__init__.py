@@ -48,6 +48,7 @@ from .gate import (
     swiglu,
     swiglu_clamped,
 )
+from .group_norm import group_norm
 from .linear_loss import (
     ShardLogProbs,
     combine_shard_log_probs,
@@ -114,6 +115,7 @@ __all__ = [
     "gelu_quick",
     "gelu_tanh",
     "gelu_tanh_and_mul",
+    "group_norm",
     "grouped_poly_norm",
     "gumbel_sample",
     "integrations",

@@ -91,6 +91,19 @@ class Norm(Rule):
         return from_local(local, t.device_mesh, like.placements, t.shape)
 
 
+class Samples(Rule):
+    """Whole samples, of which a rank has some; and what each has kept of them."""
+
+    def dims(self, call: Call, t: DTensor) -> range:
+        return range(1)
+
+    def wrapped(self, call: Call, local: torch.Tensor, like: Like | None):
+        if like is None or like.source not in self.rows or local.shape == (0,):
+            return super().wrapped(call, local, like)
+        t = call[like.source]
+        return from_local(local, t.device_mesh, like.placements, t.shape)
+
+
 class Grouped(Rule):
     """Rows sorted by expert: whole, or those of the experts that a rank has, with their offsets."""
 
@@ -326,6 +339,8 @@ RULES: dict[str, Rule] = {
     **_with_gradient("rms_norm_add_rms_norm", Rule(_SUM, ("post_weight", "pre_weight"))),
     **_with_gradient("gated_rms_norm", Rule(("x", "gate"), ("weight",))),
     "gated_rms_norm_bwd": _gradient(("x", "gate", "grad_out"), ("weight",)),
+    **_with_gradient("group_norm", Samples(_X, _AFFINE)),
+    "group_norm_bwd": _gradient(("x", "grad_out"), _AFFINE, kind=Samples),
     **_with_gradient("layer_norm", Norm(_X, columns=_AFFINE)),
     **_with_gradient("fused_add_layer_norm", Norm(_SUM, columns=_AFFINE)),
     "fused_add_layer_norm_": Rule(_SUM, _AFFINE),

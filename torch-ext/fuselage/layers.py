@@ -10,6 +10,7 @@ import torch
 
 from .ada_norm import layer_norm
 from .gate import geglu, gelu, gelu_quick, gelu_tanh, silu, swiglu
+from .group_norm import group_norm
 from .norm import gated_rms_norm, rms_norm
 from .poly_norm import poly_norm
 from .rope import apply_rotary
@@ -114,6 +115,21 @@ class LayerNorm(torch.nn.Module):
                 f"input of shape {tuple(input.shape)}"
             )
         return layer_norm(input, self.weight, self.bias, self.eps)
+
+
+class GroupNorm(torch.nn.Module):
+    """`torch.nn.GroupNorm`: float32 throughout, rounded once."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    eps: float
+    num_groups: int
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
 
 class PolyNorm(torch.nn.Module):

@@ -10,6 +10,7 @@ from . import _fp8
 from ._autograd import some_need_grad
 from .ada_norm import ada_layer_norm, ada_rms_norm, fused_add_layer_norm, layer_norm
 from .gate import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from .group_norm import group_norm
 from .linear_loss import linear_cross_entropy
 from .loss import cross_entropy
 from .norm import fused_add_rms_norm, gated_rms_norm, rms_norm
@@ -245,6 +246,71 @@ class AdaRMSNorm(LayerNorm):
     ) -> torch.Tensor:
         self._check_dim(x)
         return ada_rms_norm(x, scale, shift, self.weight, self.eps)
+
+
+class GroupNorm(torch.nn.Module):
+    """`group_norm` with parameters of its own, like `torch.nn.GroupNorm`.
+
+    Args:
+        num_groups: Groups of channels; it divides `num_channels`.
+        num_channels: Size of the second dimension.
+        eps: Added to the variance.
+        affine: Whether there are a weight, which starts at one, and a bias, which starts at zero.
+        activation: As in `group_norm`.
+        device, dtype: Of the parameters.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        *,
+        activation: Optional[str] = None,
+        device=None,
+        dtype: Optional[torch.dtype] = None,
+    ):
+        super().__init__()
+        if num_groups < 1 or num_channels % num_groups != 0:
+            raise RuntimeError(
+                f"fuselage::GroupNorm: `num_groups` must divide `num_channels` {num_channels}, got "
+                f"{num_groups}"
+            )
+        self.num_groups = num_groups
+        self.num_channels = num_channels
+        self.eps = eps
+        self.affine = affine
+        self.activation = activation
+        for name in ("weight", "bias"):
+            parameter = None
+            if affine:
+                parameter = torch.nn.Parameter(
+                    torch.empty(num_channels, device=device, dtype=dtype)
+                )
+            self.register_parameter(name, parameter)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to one, and the bias to zero."""
+        if self.affine:
+            torch.nn.init.ones_(self.weight)
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Without a weight nothing else would tell.
+        if x.dim() < 2 or x.shape[1] != self.num_channels:
+            raise RuntimeError(
+                f"fuselage: GroupNorm of {self.num_channels} channels got an input of shape "
+                f"{tuple(x.shape)}"
+            )
+        return group_norm(
+            x, self.num_groups, self.weight, self.bias, self.eps, activation=self.activation
+        )
+
+    def extra_repr(self) -> str:
+        text = f"{self.num_groups}, {self.num_channels}, eps={self.eps}, affine={self.affine}"
+        return text + (f", activation={self.activation!r}" if self.activation is not None else "")
 
 
 class PolyNorm(torch.nn.Module):

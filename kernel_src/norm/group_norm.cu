@@ -1,0 +1,334 @@
+// The forward of group_norm on the GPU (formulas: norm/group_norm.h).
+//
+// Flat, a small group is read twice by one block, the second time from L1 or L2. Large ones, and
+// all samples that are channels last, take three kernels:
+//
+//   moments   blocks have a chunk each, and leave its moments of every group in it
+//   combine   a block for each group adds these up, in a fixed order
+//   apply     blocks have the same chunks, the last ones first: these are still in L2
+//
+// A thread takes the moments of each vector about its own mean, in registers, and merges them into
+// those that it has. Vectors of aligned tensors are read several at a time, others one after the
+// other: in the same order, so that bits do not depend on where a tensor starts.
+//
+// Flat, a block has some planes of a group, which are the positions of a channel, or some positions
+// of one. Channels last, it has some positions of all channels, or of a tile of them. A thread has
+// a vector of channels there, and moments of each: groups may start and end within a vector.
+#include "norm/group_norm.h"
+
+#include "common/dispatch.h"
+#include "norm/group_norm_device.h"
+#include "norm/group_norm_policy.h"
+
+namespace fuselage {
+namespace {
+
+// What partial moments are: count, mean and squares, of [samples, groups, parts].
+constexpr int kGroupNormPartial = 3;
+
+__device__ __forceinline__ void store_partial(float* partials, int64_t index,
+                                              const GroupMoments& m) {
+  float* partial = partials + kGroupNormPartial * index;
+  partial[0] = m.count;
+  partial[1] = m.mean;
+  partial[2] = m.squares;
+}
+
+__device__ __forceinline__ float2 statistics_of(const GroupMoments& m, float eps) {
+  return make_float2(m.mean, reciprocal_sqrt(__fdiv_rn(m.squares, m.count) + eps));
+}
+
+// ---- flat ----
+
+struct FlatDivisors {
+  Divisor chunks, groups, position_chunks;
+};
+
+// The planes of a block.
+template <typename T>
+struct FlatChunk {
+  int64_t group, sample;  // the group's number among those of all samples
+  int64_t channel;        // the first
+  int64_t offset;         // of its first position, within the sample
+  int channels, span;
+
+  __device__ __forceinline__ FlatChunk(const GroupNormInput& p, const FlatDivisors& divisors,
+                                       unsigned block)
+      : group(quotient(block, divisors.chunks)), sample(quotient(group, divisors.groups)) {
+    const int64_t part = block - group * p.chunks;
+    const int64_t channel_chunk = quotient(part, divisors.position_chunks);
+    const int64_t first =
+        (part - channel_chunk * divisors.position_chunks.value) * p.chunk_positions;
+    const int64_t first_channel = channel_chunk * p.chunk_channels;
+    channel = (group - sample * p.groups) * p.group_channels + first_channel;
+    channels = static_cast<int>(min(p.chunk_channels, p.group_channels - first_channel));
+    span = static_cast<int>(min(p.chunk_positions, p.positions - first));
+    offset = channel * p.positions + first;
+  }
+  __device__ __forceinline__ bool aligned(const GroupNormInput& p, const void* first) const {
+    constexpr int N = 16 / sizeof(T);
+    return is_aligned_16(first) && (channels == 1 || p.positions % N == 0);
+  }
+  // f(plane, size) for those of this thread, with a size of 0 where the block has fewer: all of its
+  // threads go round equally often, to store together.
+  template <typename F>
+  __device__ __forceinline__ void for_planes(const F& f) const {
+#pragma unroll 1
+    for (int first = 0; first < channels; first += static_cast<int>(blockDim.y)) {
+      const int plane = first + static_cast<int>(threadIdx.y);
+      f(plane, plane < channels ? span : 0);
+    }
+  }
+};
+
+// Grid: the chunks of all groups. Block: threads of a plane, planes. Moments alone, results alone,
+// or both, of a group that is one chunk.
+template <typename T>
+__global__ void __launch_bounds__(kGroupNormFlatThreads, 2)
+    group_norm_flat_kernel(const GroupNormForward p, const FlatDivisors divisors,
+                           const bool takes_moments, const bool applies) {
+  constexpr int N = 16 / sizeof(T);
+  using V = Vector<T, N>;
+  const unsigned block = takes_moments ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+  const FlatChunk<T> chunk(p, divisors, block);
+  const T* x = static_cast<const T*>(p.x) + chunk.sample * p.x_stride + chunk.offset;
+  const bool x_aligned = chunk.aligned(p, x);
+
+  float2 statistics{};
+  if (takes_moments) {
+    GroupMoments m{0.0f, 0.0f, 0.0f};
+    chunk.for_planes([&](int plane, int size) {
+      const auto add = [&](const V(&vectors)[1], int column) {
+        float values[N];
+        unpack(vectors[0], p.dtype, values);
+        m = merged(m, moments_of(values, max(0, min(size - column, N))));
+      };
+      for_vectors<T, kGroupNormAhead, 1>({x + plane * p.positions}, size, size, x_aligned, add);
+    });
+    m = block_moments(m);
+    if (!applies) {
+      if (threadIdx.x == 0 && threadIdx.y == 0) store_partial(p.partials, block, m);
+      launch_dependents();
+      return;
+    }
+    statistics = statistics_of(m, p.eps);
+    if (threadIdx.x == 0 && threadIdx.y == 0 && p.statistics != nullptr)
+      reinterpret_cast<float2*>(p.statistics)[chunk.group] = statistics;
+  } else {
+    grid_dependency_wait();
+    statistics = pair_of_group(p.statistics, chunk.group);
+  }
+
+  T* out = static_cast<T*>(p.out) + chunk.sample * p.channels * p.positions + chunk.offset;
+  const bool aligned = x_aligned && chunk.aligned(p, out);
+  chunk.for_planes([&](int plane, int size) {
+    T* to = out + plane * p.positions;
+    const int64_t channel = chunk.channel + min(plane, chunk.channels - 1);
+    const float factor = statistics.y * value_or(p.weight, p.weight_dtype, channel, 1.0f);
+    const float bias = value_or(p.bias, p.bias_dtype, channel, 0.0f);
+    const auto apply = [&](const V(&vectors)[1], int column) {
+      float values[N];
+      unpack(vectors[0], p.dtype, values);
+#pragma unroll
+      for (int k = 0; k < N; ++k) values[k] = fmaf(values[k] - statistics.x, factor, bias);
+      activate<T>(p.silu, values);
+      store_vector(pack<T>(values, p.dtype), to, aligned, column, size);
+    };
+    // NOTE: where vectors are not aligned lanes store together, also those without a plane.
+    for_vectors<T, kGroupNormAhead, 1>({x + plane * p.positions}, size, aligned ? size : chunk.span,
+                                       aligned, apply);
+  });
+}
+
+// ---- moments of groups, from those of parts ----
+
+constexpr int kGroupNormCombineThreads = 256;
+
+// Grid: the groups of all samples.
+__global__ void __launch_bounds__(kGroupNormCombineThreads)
+    group_norm_combine_kernel(const GroupNormForward p, const int parts) {
+  const int64_t first = int64_t{blockIdx.x} * parts;
+  GroupMoments m{0.0f, 0.0f, 0.0f};
+  grid_dependency_wait();
+#pragma unroll 2
+  for (int i = threadIdx.x; i < parts; i += kGroupNormCombineThreads) {
+    const float* partial = p.partials + kGroupNormPartial * (first + i);
+    m = merged(m, {partial[0], partial[1], partial[2]});
+  }
+  m = block_moments(m);
+  if (threadIdx.x == 0)
+    reinterpret_cast<float2*>(p.statistics)[blockIdx.x] = statistics_of(m, p.eps);
+  launch_dependents();
+}
+
+// ---- channels last ----
+
+// Moments of a thread's channels, of `count` positions each (Welford 1962).
+template <int N>
+struct ChannelMoments {
+  float count = 0.0f, mean[N] = {}, squares[N] = {};
+
+  __device__ __forceinline__ void add(const float (&values)[N]) {
+    count += 1.0f;
+    const float share = reciprocal_of_normal(count);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const float d = values[k] - mean[k];
+      // NOTE: the first mean is the value itself, bit for bit.
+      mean[k] = count > 1.0f ? fmaf(d, share, mean[k]) : values[k];
+      squares[k] = fmaf(d, values[k] - mean[k], squares[k]);
+    }
+  }
+};
+
+// Of all groups, of what the threads of a block have: a warp for each in turn. A group that has no
+// channel in the block's tile has an empty part there.
+template <typename T>
+__device__ __forceinline__ void combine_channels(const GroupNormForward& p,
+                                                 const GroupNormRows<T>& rows,
+                                                 const float2* of_threads) {
+  const int width = static_cast<int>(blockDim.x) * GroupNormRows<T>::N;  // of the tile
+  const int tile_first = static_cast<int>(blockIdx.y) * width;
+  const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
+  const int warps = static_cast<int>(blockDim.x * blockDim.y) / kWarpSize;
+  const int group_channels = static_cast<int>(p.group_channels);
+  const int64_t parts = p.chunks * gridDim.y, part = rows.chunk * gridDim.y + blockIdx.y;
+  if (thread / kWarpSize >= warps) return;  // threads that are no whole warp
+#pragma unroll 1
+  for (int64_t group = thread / kWarpSize; group < p.groups; group += warps) {
+    const int64_t group_first = group * group_channels;
+    const int first = static_cast<int>(max(group_first, int64_t{tile_first})) - tile_first;
+    const int end =
+        static_cast<int>(min(group_first + group_channels, int64_t{tile_first} + width)) -
+        tile_first;
+    const int channels = max(end - first, 0);
+    GroupMoments m{0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+    for (int i = thread % kWarpSize; i < channels * static_cast<int>(blockDim.y); i += kWarpSize) {
+      const int y = i / channels;
+      const float2 of_thread = of_threads[y * width + first + i - y * channels];
+      m = merged(m, {static_cast<float>(rows.count_of(y)), of_thread.x, of_thread.y});
+    }
+    m = warp_moments(m, thread % kWarpSize);
+    if (thread % kWarpSize == 0)
+      store_partial(p.partials, (rows.sample * p.groups + group) * parts + part, m);
+  }
+}
+
+// Grid: (chunks of all samples, tiles). Block: (threads_x, threads_y).
+template <typename T>
+__global__ void __launch_bounds__(kGroupNormRowsThreads, 2)
+    group_norm_rows_moments_kernel(const GroupNormForward p, const Divisor chunks) {
+  constexpr int N = 16 / sizeof(T);
+  __shared__ float2 of_threads[kGroupNormRowsThreads * N];
+  const GroupNormRows<T> rows(p, chunks, blockIdx.x);
+  const T* x = rows.start(static_cast<const T*>(p.x), p.x_stride);
+  ChannelMoments<N> m;
+  rows.template for_rows<kGroupNormAhead, 1>({x}, rows.aligned(x),
+                                             [&](const Vector<T, N>(&vectors)[1], int64_t) {
+                                               float values[N];
+                                               unpack(vectors[0], p.dtype, values);
+                                               m.add(values);
+                                             });
+  float2* own = of_threads + (threadIdx.y * blockDim.x + threadIdx.x) * N;
+#pragma unroll
+  for (int k = 0; k < N; ++k) own[k] = make_float2(m.mean[k], m.squares[k]);
+  __syncthreads();
+  combine_channels(p, rows, of_threads);
+  launch_dependents();
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kGroupNormRowsThreads, 2)
+    group_norm_rows_apply_kernel(const GroupNormForward p, const Divisor chunks,
+                                 const Divisor group_channels) {
+  constexpr int N = 16 / sizeof(T);
+  const GroupNormRows<T> rows(p, chunks, gridDim.x - 1 - blockIdx.x);
+  const T* x = rows.start(static_cast<const T*>(p.x), p.x_stride);
+  T* out = rows.start(static_cast<T*>(p.out), p.channels * p.positions);
+  const bool aligned = rows.aligned(x) && rows.aligned(out);
+
+  float mean[N] = {}, factor[N] = {}, bias[N] = {};
+  rows.for_channels([&](int k, int channel) {
+    factor[k] = value_or(p.weight, p.weight_dtype, channel, 1.0f);
+    bias[k] = value_or(p.bias, p.bias_dtype, channel, 0.0f);
+  });
+  grid_dependency_wait();
+  rows.for_channels([&](int k, int channel) {
+    const float2 statistics =
+        pair_of_group(p.statistics, rows.sample * p.groups + quotient(channel, group_channels));
+    mean[k] = statistics.x;
+    factor[k] *= statistics.y;
+  });
+
+  rows.template for_rows<kGroupNormAhead, 1>(
+      {x}, aligned, [&](const Vector<T, N>(&vectors)[1], int64_t row) {
+        float values[N];
+        unpack(vectors[0], p.dtype, values);
+#pragma unroll
+        for (int k = 0; k < N; ++k) values[k] = fmaf(values[k] - mean[k], factor[k], bias[k]);
+        activate<T>(p.silu, values);
+        rows.write(pack<T>(values, p.dtype), out + row, aligned);
+      });
+}
+
+// ---- launchers ----
+
+gpuError launch_combine(const GroupNormForward& p, int64_t parts, gpuStream stream) {
+  const dim3 grid(static_cast<unsigned>(p.samples * p.groups));
+  return gpu_launch_after(&group_norm_combine_kernel, grid, dim3(kGroupNormCombineThreads), stream,
+                          p, static_cast<int>(parts));
+}
+
+template <typename T>
+gpuError launch_flat(const GroupNormForward& p, gpuStream stream) {
+  const GroupNormPolicy policy = group_norm_forward_policy(p);
+  const FlatDivisors divisors{p.chunks, p.groups, ceil_div(p.positions, p.chunk_positions)};
+  const dim3 grid(static_cast<unsigned>(p.samples * p.groups * p.chunks));
+  const dim3 block(policy.threads_x, policy.threads_y);
+  const auto launch = [&](bool after, bool takes_moments, bool applies) {
+    return gpu_launch_as(after, &group_norm_flat_kernel<T>, grid, block, 0, 1, stream, p, divisors,
+                         takes_moments, applies);
+  };
+  if (p.chunks == 1) return launch(false, true, true);
+  gpuError error = launch(false, true, false);
+  if (error == gpuSuccess) error = launch_combine(p, p.chunks, stream);
+  return error != gpuSuccess ? error : launch(true, false, true);
+}
+
+template <typename T>
+gpuError launch_rows(const GroupNormForward& p, gpuStream stream) {
+  const GroupNormPolicy policy = group_norm_forward_policy(p);
+  const dim3 grid(static_cast<unsigned>(p.samples * p.chunks), static_cast<unsigned>(policy.tiles));
+  const dim3 block(policy.threads_x, policy.threads_y);
+  const Divisor chunks(p.chunks);
+  gpuError error =
+      gpu_launch(&group_norm_rows_moments_kernel<T>, grid, block, 0, 1, stream, p, chunks);
+  if (error == gpuSuccess) error = launch_combine(p, p.chunks * policy.tiles, stream);
+  if (error != gpuSuccess) return error;
+  return gpu_launch_after(&group_norm_rows_apply_kernel<T>, grid, block, stream, p, chunks,
+                          Divisor(p.group_channels));
+}
+
+}  // namespace
+
+namespace gpu {
+
+int64_t group_norm_forward_workspace(GroupNormForward& p, int /*device*/) {
+  const GroupNormPolicy policy = group_norm_forward_policy(p);
+  group_norm_set_chunks(p, policy);
+  if (!p.channels_last && p.chunks == 1) return 0;
+  return kGroupNormPartial * p.samples * p.groups * p.chunks * policy.tiles;
+}
+
+const char* group_norm_forward(const GroupNormForward& p, int /*device*/, void* raw_stream) {
+  if (p.samples * p.groups * p.chunks > kGroupNormMostBlocks) return kGroupNormTooMany;
+  const gpuStream stream = static_cast<gpuStream>(raw_stream);
+  return message_of(dispatch_size(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return p.channels_last ? launch_rows<T>(p, stream) : launch_flat<T>(p, stream);
+  }));
+}
+
+}  // namespace gpu
+}  // namespace fuselage

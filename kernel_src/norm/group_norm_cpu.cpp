@@ -1,0 +1,563 @@
+// group_norm on the CPU, forward and backward: the formulas are in norm/group_norm.h. Small groups
+// are read from memory once: the first pass leaves them in the cache for those after it. Others are
+// cut into chunks, of which there may be more than groups. Compiled once per instruction set: see
+// common/cpu_isa.h.
+
+#include "norm/group_norm_cpu.h"
+
+#include <cstdint>
+
+#include "common/cpu_isa.h"
+#include "common/cpu_math.h"
+#include "common/cpu_rows.h"
+#include "common/cpu_vector.h"
+#include "common/dtype.h"
+#include "common/sigmoid_math.h"
+#include "norm/group_norm.h"
+
+namespace fuselage::cpu {
+
+namespace FUSELAGE_ISA {
+
+constexpr int64_t kGroupNormChunk = 65536;  // elements, which stay in a core's cache
+constexpr int64_t kGroupNormStrip = 256;    // channels that are summed up at once, channels last
+constexpr int64_t kGroupNormRows = 32;      // positions of a sum in float32
+
+// Of one position a sample is the same in either order. Channels last it has vectors.
+FUSELAGE_INLINE bool group_norm_channels_last(const GroupNormInput& p) {
+  return p.channels_last || p.positions == 1;
+}
+
+template <class X>
+FUSELAGE_INLINE const X* group_norm_sample(const GroupNormInput& p, int64_t sample) {
+  return static_cast<const X*>(p.x) + sample * p.x_stride;
+}
+
+// Value i of a weight or a bias.
+template <class X>
+FUSELAGE_INLINE float group_norm_value(const void* data, DType dtype, int64_t i, float missing) {
+  return data == nullptr ? missing : load_as<X>(data, dtype, i, FirstLanes{1})[0];
+}
+
+template <class X>
+FUSELAGE_INLINE Floats group_norm_act(bool silu, Floats y) {
+  return silu ? gate_of<CpuMath<(sizeof(X) < sizeof(float))>>(true, y).value : y;
+}
+
+// grad_out * act'(xhat * weight + bias)
+template <class X>
+FUSELAGE_INLINE Floats group_norm_act_gradient(bool silu, Floats grad_out, Floats xhat,
+                                               Floats weight, Floats bias) {
+  if (!silu) return grad_out;
+  using Math = CpuMath<(sizeof(X) < sizeof(float))>;
+  return grad_out * gate_of<Math>(true, xhat * weight + bias).slope;
+}
+
+// What a channel of a sample is mapped with: arrays of a strip of channels, or one value of each.
+struct GroupNormChannel {
+  float mean, rstd, weight, bias;
+};
+
+// `values`: a pair for each group of all samples.
+FUSELAGE_INLINE const float* group_norm_pair(const GroupNormInput& p, const float* values,
+                                             int64_t sample, int64_t channel) {
+  return values + 2 * (sample * p.groups + channel / p.group_channels);
+}
+
+template <class X>
+FUSELAGE_INLINE GroupNormChannel group_norm_channel(const GroupNormInput& p,
+                                                    const float* pair,  // mean and rstd
+                                                    int64_t channel) {
+  return {pair[0], pair[1], group_norm_value<X>(p.weight, p.weight_dtype, channel, 1),
+          group_norm_value<X>(p.bias, p.bias_dtype, channel, 0)};
+}
+
+struct GroupNormStrip {
+  int64_t first, size;  // of the channels
+  float mean[kGroupNormStrip], rstd[kGroupNormStrip], weight[kGroupNormStrip],
+      bias[kGroupNormStrip];
+};
+
+template <class X>
+FUSELAGE_INLINE void group_norm_fill(const GroupNormInput& p, const float* statistics,
+                                     int64_t sample, GroupNormStrip& strip) {
+  for (int64_t i = 0; i < strip.size; ++i) {
+    const int64_t channel = strip.first + i;
+    const float* pair = group_norm_pair(p, statistics, sample, channel);
+    const GroupNormChannel c = group_norm_channel<X>(p, pair, channel);
+    strip.mean[i] = c.mean, strip.rstd[i] = c.rstd;
+    strip.weight[i] = c.weight, strip.bias[i] = c.bias;
+  }
+}
+
+// body(strip) of all channels.
+template <class Body>
+FUSELAGE_INLINE void group_norm_strips(int64_t channels, Body body) {
+  GroupNormStrip strip;
+  for (strip.first = 0; strip.first < channels; strip.first += kGroupNormStrip) {
+    const int64_t rest = channels - strip.first;
+    strip.size = rest < kGroupNormStrip ? rest : kGroupNormStrip;
+    body(strip);
+  }
+}
+
+// body(channel, begin, end) of elements [begin, end) of a flat group, a channel at a time.
+template <class Body>
+FUSELAGE_INLINE void group_norm_planes(const GroupNormInput& p, int64_t group, RowRange elements,
+                                       Body body) {
+  int64_t begin = elements.begin;
+  while (begin < elements.end) {
+    const int64_t channel = begin / p.positions, plane_end = (channel + 1) * p.positions;
+    const int64_t end = plane_end < elements.end ? plane_end : elements.end;
+    body(group * p.group_channels + channel, begin, end);
+    begin = end;
+  }
+}
+
+// Forward: moments of a part, which are its mean and the sum of squared deviations
+
+// In float32 a mean that is large against the deviations is off by what matters: the sums of
+// deviations from it say by how much. Few parts have such a mean. Of half precision the sum is
+// exact, or next to it.
+template <class X>
+FUSELAGE_INLINE bool group_norm_needs_rest(float mean, double squares, double size) {
+  return sizeof(X) == sizeof(float) && static_cast<double>(mean) * mean * size > 16 * squares;
+}
+
+FUSELAGE_INLINE void group_norm_store(float* moments, float mean, double squares, double rest,
+                                      double size) {
+  const double about_mean = squares - rest * rest / size;
+  moments[0] = static_cast<float>(mean + rest / size);
+  moments[1] = static_cast<float>(about_mean < 0 ? 0 : about_mean);  // a NaN stays one
+}
+
+template <class X>
+static void group_norm_flat_moments(const X* x,  // [size]
+                                    int64_t size,
+                                    float* moments) {  // [2]
+  const double sum = sum_vectors(size, [&](int64_t i, auto lanes) { return load(x + i, lanes); });
+  const double count = static_cast<double>(size);
+  const float mean = static_cast<float>(sum / count);
+  const auto centred = [&](int64_t i, auto lanes) { return cut(load(x + i, lanes) - mean, lanes); };
+  const double squares = sum_vectors(size, [&](int64_t i, auto lanes) {
+    const Floats v = centred(i, lanes);
+    return v * v;
+  });
+  double rest = 0;
+  if (group_norm_needs_rest<X>(mean, squares, count)) rest = sum_vectors(size, centred);
+  group_norm_store(moments, mean, squares, rest, count);
+}
+
+// sums[i] = the sum of term(position, i, lanes) over the positions of a chunk.
+template <class Term>
+FUSELAGE_INLINE void group_norm_column_sums(RowRange positions, int64_t size,
+                                            double (&sums)[kGroupNormStrip], Term term) {
+  for (int64_t i = 0; i < size; ++i) sums[i] = 0;
+  float block[kGroupNormStrip];
+  for (int64_t first = positions.begin; first < positions.end; first += kGroupNormRows) {
+    const int64_t rest = positions.end - first;
+    const int64_t last = rest < kGroupNormRows ? positions.end : first + kGroupNormRows;
+    for_each_rows<4>(RowRange{first, last}, [&](auto rows, int64_t row) {
+      for_each_vector(0, size, [&](int64_t i, auto lanes) {
+        Floats sum = term(row, i, lanes);
+        for (int k = 1; k < decltype(rows)::value; ++k) sum += term(row + k, i, lanes);
+        accumulate(block + i, sum, row == first, lanes);
+      });
+    });
+    for (int64_t i = 0; i < size; ++i) sums[i] += block[i];
+  }
+}
+
+// Of every channel.
+template <class X>
+static void group_norm_column_moments(const X* x,  // [positions, channels]
+                                      int64_t channels, RowRange positions,
+                                      float* moments) {  // [channels, 2]
+  const double count = static_cast<double>(positions.end - positions.begin);
+  group_norm_strips(channels, [&](GroupNormStrip& strip) {
+    double sums[kGroupNormStrip];
+    const auto value = [&](int64_t row, int64_t i, auto lanes) {
+      return load(x + row * channels + strip.first + i, lanes);
+    };
+    group_norm_column_sums(positions, strip.size, sums, value);
+    for (int64_t i = 0; i < strip.size; ++i) strip.mean[i] = static_cast<float>(sums[i] / count);
+    const auto centred = [&](int64_t row, int64_t i, auto lanes) {
+      return value(row, i, lanes) - load(strip.mean + i, lanes);
+    };
+    group_norm_column_sums(positions, strip.size, sums, [&](int64_t row, int64_t i, auto lanes) {
+      const Floats v = centred(row, i, lanes);
+      return v * v;
+    });
+    bool needs_rest = false;
+    for (int64_t i = 0; i < strip.size; ++i)
+      needs_rest |= group_norm_needs_rest<X>(strip.mean[i], sums[i], count);
+    double rest[kGroupNormStrip] = {};
+    if (needs_rest) group_norm_column_sums(positions, strip.size, rest, centred);
+    for (int64_t i = 0; i < strip.size; ++i) {
+      const bool counts = group_norm_needs_rest<X>(strip.mean[i], sums[i], count);
+      group_norm_store(moments + 2 * (strip.first + i), strip.mean[i], sums[i],
+                       counts ? rest[i] : 0, count);
+    }
+  });
+}
+
+// visit(moments, count) of the parts of a group, in order.
+template <class Visit>
+FUSELAGE_INLINE void group_norm_parts(const GroupNormForward& p, int64_t sample, int64_t group,
+                                      Visit visit) {
+  const bool channels_last = group_norm_channels_last(p);
+  for (int64_t chunk = 0; chunk < p.chunks; ++chunk) {
+    const RowRange range =
+        rows_of_chunk(channels_last ? p.positions : p.group_size, chunk, p.chunks);
+    const double count = static_cast<double>(range.end - range.begin);
+    if (!channels_last) {
+      visit(p.partials + 2 * ((sample * p.groups + group) * p.chunks + chunk), count);
+      continue;
+    }
+    const float* moments = p.partials + 2 * ((sample * p.chunks + chunk) * p.channels);
+    for (int64_t i = 0; i < p.group_channels; ++i)
+      visit(moments + 2 * (group * p.group_channels + i), count);
+  }
+}
+
+static void group_norm_combine_group(const GroupNormForward& p, int64_t sample, int64_t group) {
+  const double size = static_cast<double>(p.group_size);
+  double sum = 0, squares = 0;
+  group_norm_parts(p, sample, group,
+                   [&](const float* part, double count) { sum += part[0] * count; });
+  const double mean = sum / size;
+  group_norm_parts(p, sample, group, [&](const float* part, double count) {
+    const double d = part[0] - mean;
+    squares += part[1] + count * d * d;
+  });
+  float* pair = p.statistics + 2 * (sample * p.groups + group);
+  pair[0] = static_cast<float>(mean);
+  pair[1] = rstd_of(squares / size, p.eps);
+}
+
+// Forward: the results
+
+template <class X>
+static void group_norm_flat_apply(const GroupNormForward& p,
+                                  const float* pair,  // mean and rstd
+                                  int64_t sample, int64_t group, RowRange elements) {
+  const int64_t start = group * p.group_size;
+  const X* x = group_norm_sample<X>(p, sample) + start;
+  X* out = static_cast<X*>(p.out) + sample * p.channels * p.positions + start;
+  group_norm_planes(p, group, elements, [&](int64_t channel, int64_t begin, int64_t end) {
+    const GroupNormChannel c = group_norm_channel<X>(p, pair, channel);
+    const float factor = c.rstd * c.weight;
+    for_each_vector(begin, end, [&](int64_t i, auto lanes) {
+      const Floats y = (load(x + i, lanes) - c.mean) * factor + c.bias;
+      store(out + i, group_norm_act<X>(p.silu, y), lanes);
+    });
+  });
+}
+
+template <class X>
+static void group_norm_column_apply(const GroupNormForward& p, int64_t sample, RowRange positions) {
+  const X* x = group_norm_sample<X>(p, sample);
+  X* out = static_cast<X*>(p.out) + sample * p.channels * p.positions;
+  group_norm_strips(p.channels, [&](GroupNormStrip& strip) {
+    group_norm_fill<X>(p, p.statistics, sample, strip);
+    for (int64_t i = 0; i < strip.size; ++i) strip.weight[i] *= strip.rstd[i];
+    for (int64_t row = positions.begin; row < positions.end; ++row) {
+      const int64_t start = row * p.channels + strip.first;
+      for_each_vector(0, strip.size, [&](int64_t i, auto lanes) {
+        const Floats centred = load(x + start + i, lanes) - load(strip.mean + i, lanes);
+        const Floats y = centred * load(strip.weight + i, lanes) + load(strip.bias + i, lanes);
+        store(out + start + i, group_norm_act<X>(p.silu, y), lanes);
+      });
+    }
+  });
+}
+
+// Backward
+
+// A and B of a chunk of a channel.
+template <class X>
+static void group_norm_flat_sums(const GroupNormBackward& p, int64_t sample, int64_t channel,
+                                 int64_t chunk) {
+  const RowRange range = rows_of_chunk(p.positions, chunk, p.chunks);
+  const int64_t start = channel * p.positions + range.begin;
+  const X* x = group_norm_sample<X>(p, sample) + start;
+  const X* grad_out = static_cast<const X*>(p.grad_out) + sample * p.grad_out_stride + start;
+  const GroupNormChannel c =
+      group_norm_channel<X>(p, group_norm_pair(p, p.statistics, sample, channel), channel);
+  double sums[2];
+  sum_vectors_of<2>(range.end - range.begin, sums, [&](int64_t i, auto lanes, Floats(&add)[2]) {
+    const Floats xhat = (load(x + i, lanes) - c.mean) * c.rstd;
+    const Floats a = group_norm_act_gradient<X>(p.silu, load(grad_out + i, lanes), xhat,
+                                                broadcast(c.weight), broadcast(c.bias));
+    add[0] += a;
+    add[1] += a * xhat;
+  });
+  float* partial = p.partials + (sample * p.chunks + chunk) * 2 * p.channels + channel;
+  partial[0] = static_cast<float>(sums[0]);
+  partial[p.channels] = static_cast<float>(sums[1]);
+}
+
+// Of all channels of a chunk of positions.
+template <class X>
+static void group_norm_column_gradient_sums(const GroupNormBackward& p, int64_t sample,
+                                            int64_t chunk) {
+  const RowRange positions = rows_of_chunk(p.positions, chunk, p.chunks);
+  const X* x = group_norm_sample<X>(p, sample);
+  const X* grad_out = static_cast<const X*>(p.grad_out) + sample * p.grad_out_stride;
+  float* partial = p.partials + (sample * p.chunks + chunk) * 2 * p.channels;
+  group_norm_strips(p.channels, [&](GroupNormStrip& strip) {
+    group_norm_fill<X>(p, p.statistics, sample, strip);
+    for (int kind = 0; kind < 2; ++kind) {
+      double sums[kGroupNormStrip];
+      group_norm_column_sums(positions, strip.size, sums, [&](int64_t row, int64_t i, auto lanes) {
+        const int64_t at = row * p.channels + strip.first + i;
+        const Floats xhat =
+            (load(x + at, lanes) - load(strip.mean + i, lanes)) * load(strip.rstd + i, lanes);
+        const Floats a =
+            group_norm_act_gradient<X>(p.silu, load(grad_out + at, lanes), xhat,
+                                       load(strip.weight + i, lanes), load(strip.bias + i, lanes));
+        return kind == 0 ? a : a * xhat;
+      });
+      float* to = partial + kind * p.channels + strip.first;
+      for (int64_t i = 0; i < strip.size; ++i) to[i] = static_cast<float>(sums[i]);
+    }
+  });
+}
+
+template <class X>
+static void group_norm_group_sums(const GroupNormBackward& p, int64_t sample, int64_t group) {
+  const int64_t stride = 2 * p.channels;
+  double means[2] = {};
+  for (int64_t i = 0; i < p.group_channels; ++i) {
+    const int64_t channel = group * p.group_channels + i;
+    const double weight = group_norm_value<X>(p.weight, p.weight_dtype, channel, 1);
+    for (int kind = 0; kind < 2; ++kind) {
+      const int64_t column = kind * p.channels + channel;
+      double sum = 0;
+      for (int64_t chunk = 0; chunk < p.chunks; ++chunk)
+        sum += p.partials[(sample * p.chunks + chunk) * stride + column];
+      p.sums[sample * stride + column] = static_cast<float>(sum);
+      means[kind] += weight * sum;
+    }
+  }
+  float* pair = p.means + 2 * (sample * p.groups + group);
+  for (int kind = 0; kind < 2; ++kind)
+    pair[kind] = static_cast<float>(means[kind] / static_cast<double>(p.group_size));
+}
+
+template <class X>
+static void group_norm_flat_gradient(const GroupNormBackward& p, int64_t sample, int64_t channel,
+                                     int64_t chunk) {
+  const RowRange range = rows_of_chunk(p.positions, chunk, p.chunks);
+  const int64_t start = channel * p.positions;
+  const X* x = group_norm_sample<X>(p, sample) + start;
+  const X* grad_out = static_cast<const X*>(p.grad_out) + sample * p.grad_out_stride + start;
+  X* grad_x = static_cast<X*>(p.grad_x) + sample * p.channels * p.positions + start;
+  const GroupNormChannel c =
+      group_norm_channel<X>(p, group_norm_pair(p, p.statistics, sample, channel), channel);
+  const float* means = group_norm_pair(p, p.means, sample, channel);
+  for_each_vector(range.begin, range.end, [&](int64_t i, auto lanes) {
+    const Floats xhat = (load(x + i, lanes) - c.mean) * c.rstd;
+    const Floats a = group_norm_act_gradient<X>(p.silu, load(grad_out + i, lanes), xhat,
+                                                broadcast(c.weight), broadcast(c.bias));
+    store(grad_x + i, c.rstd * (a * c.weight - means[0] - xhat * means[1]), lanes);
+  });
+}
+
+template <class X>
+static void group_norm_column_gradient(const GroupNormBackward& p, int64_t sample, int64_t chunk) {
+  const RowRange positions = rows_of_chunk(p.positions, chunk, p.chunks);
+  const X* x = group_norm_sample<X>(p, sample);
+  const X* grad_out = static_cast<const X*>(p.grad_out) + sample * p.grad_out_stride;
+  X* grad_x = static_cast<X*>(p.grad_x) + sample * p.channels * p.positions;
+  group_norm_strips(p.channels, [&](GroupNormStrip& strip) {
+    group_norm_fill<X>(p, p.statistics, sample, strip);
+    float of_a[kGroupNormStrip], of_product[kGroupNormStrip];
+    for (int64_t i = 0; i < strip.size; ++i) {
+      const float* means = group_norm_pair(p, p.means, sample, strip.first + i);
+      of_a[i] = means[0], of_product[i] = means[1];
+    }
+    for (int64_t row = positions.begin; row < positions.end; ++row) {
+      const int64_t start = row * p.channels + strip.first;
+      for_each_vector(0, strip.size, [&](int64_t i, auto lanes) {
+        const Floats rstd = load(strip.rstd + i, lanes), weight = load(strip.weight + i, lanes);
+        const Floats xhat = (load(x + start + i, lanes) - load(strip.mean + i, lanes)) * rstd;
+        const Floats a = group_norm_act_gradient<X>(p.silu, load(grad_out + start + i, lanes), xhat,
+                                                    weight, load(strip.bias + i, lanes));
+        const Floats product = xhat * load(of_product + i, lanes);
+        store(grad_x + start + i, rstd * (a * weight - load(of_a + i, lanes) - product), lanes);
+      });
+    }
+  });
+}
+
+// From what is in the params to template arguments
+
+// body(X{}, sample, group) for groups [begin, end) of all samples.
+template <class Params, class Body>
+FUSELAGE_INLINE void group_norm_groups(const Params& p, int64_t begin, int64_t end, Body body) {
+  visit_dtype(p.dtype, [&](auto x) {
+    for (int64_t i = begin; i < end; ++i) body(x, i / p.groups, i % p.groups);
+  });
+}
+
+FUSELAGE_HIDDEN void group_norm_whole(const GroupNormForward& p, int64_t begin, int64_t end) {
+  group_norm_groups(p, begin, end, [&](auto x, int64_t sample, int64_t group) {
+    using X = decltype(x);
+    float pair[2];
+    group_norm_flat_moments(group_norm_sample<X>(p, sample) + group * p.group_size, p.group_size,
+                            pair);
+    pair[1] = rstd_of(pair[1] / static_cast<double>(p.group_size), p.eps);
+    if (p.statistics != nullptr) {
+      float* kept = p.statistics + 2 * (sample * p.groups + group);
+      kept[0] = pair[0], kept[1] = pair[1];
+    }
+    group_norm_flat_apply<X>(p, pair, sample, group, {0, p.group_size});
+  });
+}
+
+FUSELAGE_HIDDEN void group_norm_moments(const GroupNormForward& p, int64_t begin, int64_t end) {
+  visit_dtype(p.dtype, [&](auto x) {
+    using X = decltype(x);
+    const bool channels_last = group_norm_channels_last(p);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t outer = i / p.chunks, chunk = i % p.chunks;
+      if (channels_last) {
+        group_norm_column_moments(group_norm_sample<X>(p, outer), p.channels,
+                                  rows_of_chunk(p.positions, chunk, p.chunks),
+                                  p.partials + 2 * i * p.channels);
+        continue;
+      }
+      const RowRange range = rows_of_chunk(p.group_size, chunk, p.chunks);
+      const X* group = group_norm_sample<X>(p, outer / p.groups) + outer % p.groups * p.group_size;
+      group_norm_flat_moments(group + range.begin, range.end - range.begin, p.partials + 2 * i);
+    }
+  });
+}
+
+FUSELAGE_HIDDEN void group_norm_combine(const GroupNormForward& p, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) group_norm_combine_group(p, i / p.groups, i % p.groups);
+}
+
+FUSELAGE_HIDDEN void group_norm_apply(const GroupNormForward& p, int64_t begin, int64_t end) {
+  visit_dtype(p.dtype, [&](auto x) {
+    using X = decltype(x);
+    const bool channels_last = group_norm_channels_last(p);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t outer = i / p.chunks, chunk = i % p.chunks;
+      if (channels_last) {
+        group_norm_column_apply<X>(p, outer, rows_of_chunk(p.positions, chunk, p.chunks));
+      } else {
+        group_norm_flat_apply<X>(p, p.statistics + 2 * outer, outer / p.groups, outer % p.groups,
+                                 rows_of_chunk(p.group_size, chunk, p.chunks));
+      }
+    }
+  });
+}
+
+FUSELAGE_HIDDEN void group_norm_backward_partials(const GroupNormBackward& p, int64_t begin,
+                                                  int64_t end) {
+  visit_dtype(p.dtype, [&](auto x) {
+    using X = decltype(x);
+    const bool channels_last = group_norm_channels_last(p);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t outer = i / p.chunks, chunk = i % p.chunks;
+      if (channels_last) {
+        group_norm_column_gradient_sums<X>(p, outer, chunk);
+      } else {
+        group_norm_flat_sums<X>(p, outer / p.channels, outer % p.channels, chunk);
+      }
+    }
+  });
+}
+
+FUSELAGE_HIDDEN void group_norm_backward_sums(const GroupNormBackward& p, int64_t begin,
+                                              int64_t end) {
+  group_norm_groups(p, begin, end, [&](auto x, int64_t sample, int64_t group) {
+    group_norm_group_sums<decltype(x)>(p, sample, group);
+  });
+}
+
+FUSELAGE_HIDDEN void group_norm_backward_x(const GroupNormBackward& p, int64_t begin, int64_t end) {
+  visit_dtype(p.dtype, [&](auto x) {
+    using X = decltype(x);
+    const bool channels_last = group_norm_channels_last(p);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t outer = i / p.chunks, chunk = i % p.chunks;
+      if (channels_last) {
+        group_norm_column_gradient<X>(p, outer, chunk);
+      } else {
+        group_norm_flat_gradient<X>(p, outer / p.channels, outer % p.channels, chunk);
+      }
+    }
+  });
+}
+
+FUSELAGE_HIDDEN void group_norm_backward_channels(const GroupNormBackward& p, int64_t begin,
+                                                  int64_t end) {
+  const int64_t stride = 2 * p.channels;
+  if (p.grad_bias != nullptr)
+    sum_columns(p.sums, p.samples, stride, p.grad_bias, p.bias_dtype, begin, end);
+  if (p.grad_weight != nullptr) {
+    sum_columns(p.sums + p.channels, p.samples, stride, p.grad_weight, p.weight_dtype, begin, end);
+  }
+}
+
+}  // namespace FUSELAGE_ISA
+
+// The public functions
+
+FUSELAGE_PICK_ISA(group_norm_whole, (const GroupNormForward& p, int64_t begin, int64_t end),
+                  (p, begin, end))
+FUSELAGE_PICK_ISA(group_norm_moments, (const GroupNormForward& p, int64_t begin, int64_t end),
+                  (p, begin, end))
+FUSELAGE_PICK_ISA(group_norm_combine, (const GroupNormForward& p, int64_t begin, int64_t end),
+                  (p, begin, end))
+FUSELAGE_PICK_ISA(group_norm_apply, (const GroupNormForward& p, int64_t begin, int64_t end),
+                  (p, begin, end))
+FUSELAGE_PICK_ISA(group_norm_backward_partials,
+                  (const GroupNormBackward& p, int64_t begin, int64_t end), (p, begin, end))
+FUSELAGE_PICK_ISA(group_norm_backward_sums,
+                  (const GroupNormBackward& p, int64_t begin, int64_t end), (p, begin, end))
+FUSELAGE_PICK_ISA(group_norm_backward_x, (const GroupNormBackward& p, int64_t begin, int64_t end),
+                  (p, begin, end))
+FUSELAGE_PICK_ISA(group_norm_backward_channels,
+                  (const GroupNormBackward& p, int64_t begin, int64_t end), (p, begin, end))
+
+#if FUSELAGE_ISA_IS_BASELINE
+
+namespace {
+
+// Chunks of about as many elements each, of `size` parts of `each` elements.
+int64_t group_norm_chunks_of(int64_t size, int64_t each) {
+  const int64_t chunk = each < baseline::kGroupNormChunk ? baseline::kGroupNormChunk / each : 1;
+  return (size + chunk - 1) / chunk;
+}
+
+}  // namespace
+
+int64_t group_norm_forward_workspace(GroupNormForward& p) {
+  if (baseline::group_norm_channels_last(p)) {
+    p.chunks = group_norm_chunks_of(p.positions, p.channels);
+    return 2 * p.samples * p.chunks * p.channels;
+  }
+  p.chunks = group_norm_chunks_of(p.group_size, 1);
+  return p.chunks == 1 ? 0 : 2 * p.samples * p.groups * p.chunks;
+}
+
+int64_t group_norm_pieces(const GroupNormForward& p) {
+  return p.samples * p.chunks * (baseline::group_norm_channels_last(p) ? 1 : p.groups);
+}
+
+void group_norm_backward_chunks(GroupNormBackward& p) {
+  const bool channels_last = baseline::group_norm_channels_last(p);
+  p.chunks = group_norm_chunks_of(p.positions, channels_last ? p.channels : 1);
+}
+
+int64_t group_norm_backward_pieces(const GroupNormBackward& p) {
+  return p.samples * p.chunks * (baseline::group_norm_channels_last(p) ? 1 : p.channels);
+}
+
+#endif
+
+}  // namespace fuselage::cpu

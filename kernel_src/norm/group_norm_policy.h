@@ -1,0 +1,107 @@
+// How group_norm kernels are laid out on a GPU: pure functions of the element type and of the shape
+// of a sample, never of the number of samples: how a group is cut decides the order of its sums.
+#pragma once
+
+#include <algorithm>
+
+#include "common/launch_policy.h"
+#include "norm/group_norm.h"
+
+namespace fuselage {
+
+// Threads of a block, at most, by which the kernels get their registers.
+constexpr int kGroupNormFlatThreads = 512, kGroupNormRowsThreads = 256;
+// 16-byte vectors of a thread that are under way at once, where moments are taken; and of each
+// tensor where results are written or there are two of them.
+constexpr int kGroupNormAhead = 4, kGroupNormFewAhead = 2;
+
+constexpr int64_t kGroupNormWholeBytes = 64 * 1024;  // of a group that one block reads twice
+
+// Blocks are counted in 32 bits.
+constexpr int64_t kGroupNormMostBlocks = (int64_t{1} << 31) - 1;
+constexpr const char* kGroupNormTooMany = "there are too many groups or channels in all samples";
+
+inline int64_t round_up(int64_t value, int64_t step) { return ceil_div(value, step) * step; }
+
+// Bytes of a chunk where there are so many in all: few where that is few, so that all
+// multiprocessors have some, and many where it is many, so that what a block does besides reading
+// matters little.
+inline int64_t group_norm_chunk_bytes(int64_t bytes, int64_t parts, int64_t least) {
+  return std::clamp<int64_t>(bytes / parts, least, 128 * 1024);
+}
+
+// Threads (x) for a vector of a plane each, side by side, and for planes (y).
+struct GroupNormPolicy {
+  int threads_x, threads_y;
+  int64_t tiles;  // of channels, channels last
+  int64_t chunks, chunk_positions, chunk_channels;
+};
+
+inline void group_norm_set_chunks(GroupNormInput& p, const GroupNormPolicy& policy) {
+  p.chunks = policy.chunks;
+  p.chunk_positions = policy.chunk_positions;
+  p.chunk_channels = policy.chunk_channels;
+}
+
+// Flat: planes of some channels, or some positions of one. `planes`: that a chunk may have.
+inline GroupNormPolicy group_norm_flat_policy(const GroupNormInput& p, int64_t planes,
+                                              int most_threads, int ahead, int64_t chunk_bytes) {
+  const int size = dtype_size(p.dtype), vector_size = 16 / size;
+  const int64_t plane_bytes = p.positions * size;
+  GroupNormPolicy policy{};
+  policy.tiles = 1;
+  policy.chunk_positions = p.positions;
+  policy.chunk_channels = std::clamp<int64_t>(chunk_bytes / plane_bytes, 1, planes);
+  if (plane_bytes > chunk_bytes) {
+    const int64_t step = int64_t{most_threads} * ahead * vector_size;
+    policy.chunk_positions = std::min(p.positions, round_up(chunk_bytes / size, step));
+  }
+  policy.chunks =
+      ceil_div(p.positions, policy.chunk_positions) * ceil_div(planes, policy.chunk_channels);
+  policy.threads_x =
+      std::min(threads_for(ceil_div(policy.chunk_positions, vector_size), ahead), most_threads);
+  const int64_t least = std::max(1, kWarpSize / policy.threads_x);
+  policy.threads_y = static_cast<int>(
+      std::clamp<int64_t>(next_power_of_two(policy.chunk_channels), least,
+                          std::max<int64_t>(least, most_threads / policy.threads_x)));
+  return policy;
+}
+
+// Channels last: threads (x) for a vector of channels each, side by side, and for positions (y).
+// Channels for which a block has no threads are cut into tiles.
+inline GroupNormPolicy group_norm_rows_policy(const GroupNormInput& p) {
+  const int size = dtype_size(p.dtype);
+  const int64_t vectors = ceil_div(p.channels, 16 / size);
+  GroupNormPolicy policy{};
+  policy.tiles = ceil_div(vectors, kGroupNormRowsThreads);
+  policy.threads_x = static_cast<int>(ceil_div(vectors, policy.tiles));
+  policy.threads_y = kGroupNormRowsThreads / policy.threads_x;  // with x at least a warp
+  policy.chunk_channels = p.channels;
+  const int64_t bytes = group_norm_chunk_bytes(p.channels * p.positions * size, 256, 16 * 1024);
+  const int64_t positions = bytes / (int64_t{policy.threads_x} * 16);
+  // No more than 1024 chunks, which one block adds up.
+  policy.chunk_positions = round_up(std::max(positions, ceil_div(p.positions, 1024)),
+                                    int64_t{policy.threads_y} * kGroupNormAhead);
+  policy.chunks = ceil_div(p.positions, policy.chunk_positions);
+  return policy;
+}
+
+inline GroupNormPolicy group_norm_forward_policy(const GroupNormInput& p) {
+  if (p.channels_last) return group_norm_rows_policy(p);
+  const int64_t bytes = p.group_size * dtype_size(p.dtype);
+  const bool whole = bytes <= kGroupNormWholeBytes;
+  return group_norm_flat_policy(p, p.group_channels, kGroupNormFlatThreads, kGroupNormAhead,
+                                whole ? bytes : group_norm_chunk_bytes(bytes, 32, 32 * 1024));
+}
+
+// Flat, a chunk is one of a plane: it has sums of every channel. Small planes share a block.
+inline GroupNormPolicy group_norm_backward_policy(const GroupNormInput& p) {
+  if (p.channels_last) return group_norm_rows_policy(p);
+  const int64_t bytes = p.positions * dtype_size(p.dtype);
+  GroupNormPolicy policy = group_norm_flat_policy(p, 1, kGroupNormRowsThreads, kGroupNormFewAhead,
+                                                  group_norm_chunk_bytes(bytes, 32, 64 * 1024));
+  policy.threads_y = std::max(1, kGroupNormRowsThreads / 2 / policy.threads_x);
+  return policy;
+}
+
+}  // namespace fuselage
