@@ -157,6 +157,40 @@ class GatedRmsNorm(Sizes, Benchmark):
     verify_one_row = verify_small = verify_medium = verify_large = reference
 
 
+class GroupNormSilu(Benchmark):
+    """Of a UNet's blocks and of an autoencoder's; with channels last as well."""
+
+    seed = 20261121
+
+    def make(self, *shape: int, last: bool = False) -> None:
+        options = {"device": self.device, "dtype": torch.bfloat16}
+        self.x = torch.randn(shape, **options)
+        if last:
+            self.x = self.x.contiguous(memory_format=torch.channels_last)
+        self.weight, self.bias = (torch.rand(shape[1], **options).mul_(0.2) for _ in range(2))
+
+    def setup_unet(self) -> None:
+        self.make(2, 640, 64, 64)
+
+    def setup_decoder(self) -> None:
+        self.make(1, 256, 512, 512)
+
+    def setup_channels_last(self) -> None:
+        self.make(2, 640, 64, 64, last=True)
+
+    def fused(self) -> None:
+        self.out = self.kernel.group_norm(
+            self.x, 32, self.weight, self.bias, EPS, activation="silu"
+        )
+
+    def reference(self) -> torch.Tensor:
+        parameters = (self.weight.float(), self.bias.float())
+        return F.silu(F.group_norm(self.x.float(), 32, *parameters, EPS)).to(self.x.dtype)
+
+    benchmark_unet = benchmark_decoder = benchmark_channels_last = fused
+    verify_unet = verify_decoder = verify_channels_last = reference
+
+
 class GateResidualAdaNorm(AdaptiveSizes, Benchmark):
     def fused(self) -> None:
         self.out, self.new_residual = self.kernel.gate_residual_ada_norm(

@@ -91,6 +91,11 @@ CASES = {
         lambda x, scale, shift: F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift,
         [(2, 32, 1024), (2, 1, 1024), (2, 1, 1024)],
     ),
+    "group_norm": (
+        lambda k, x, w, b: k.group_norm(x, 8, w, b, activation="silu"),
+        lambda x, w, b: F.silu(F.group_norm(x, 8, w, b)),
+        [(2, 64, 16, 16), (64,), (64,)],
+    ),
     "poly_norm": (
         lambda k, x, w, b: k.poly_norm(x, w, b, eps=1e-6),
         poly,

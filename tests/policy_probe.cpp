@@ -11,6 +11,7 @@
 #include "loss/cross_entropy_policy.h"
 #include "norm/ada_norm_policy.h"
 #include "norm/gated_rms_norm_policy.h"
+#include "norm/group_norm_policy.h"
 #include "norm/poly_norm_policy.h"
 #include "norm/rms_norm_policy.h"
 #include "norm/row_forward_policy.h"
@@ -488,6 +489,53 @@ void gated_rms_norm(const DeviceInfo& device, Report& report) {
   }
 }
 
+void group_norm(const DeviceInfo& device, Report& report) {
+  for (const DType dtype : kDTypes) {
+    for (const int64_t positions : kDims) {
+      for (const int64_t group_channels : {1, 3, 4, 10, 64, 5000}) {
+        for (const int64_t groups : {1, 32}) {
+          GroupNormInput p{};
+          p.samples = 3, p.groups = groups, p.positions = positions, p.dtype = dtype;
+          p.group_channels = group_channels, p.channels = groups * group_channels;
+          p.group_size = group_channels * positions;
+          const int64_t vector = 16 / dtype_size(dtype);
+          report.begin(std::to_string(p.channels) + " channels, " + std::to_string(positions));
+          for (const bool backward : {false, true}) {
+            const GroupNormPolicy flat =
+                backward ? group_norm_backward_policy(p) : group_norm_forward_policy(p);
+            const int64_t planes = backward ? p.channels : p.group_channels;
+            const int64_t parts = ceil_div(positions, flat.chunk_positions);
+            const int64_t blocks = backward ? ceil_div(p.channels, flat.threads_y) * flat.chunks
+                                            : groups * flat.chunks;
+            expect_legal_rows(report, device,
+                              {blocks, 1, flat.threads_x, flat.threads_y, kScratchBytes, 1},
+                              backward ? kGroupNormRowsThreads : kGroupNormFlatThreads);
+            report.expect(flat.threads_x * flat.threads_y % kWarpSize == 0, "a part of a warp");
+            report.expect(backward ? parts == flat.chunks
+                                   : parts * ceil_div(planes, flat.chunk_channels) == flat.chunks,
+                          "chunks that do not make a group");
+            report.expect(parts == 1 || flat.chunk_positions % vector == 0,
+                          "a chunk that starts within a vector");
+            report.expect(parts == 1 || flat.chunk_channels == 1, "planes of a part of each");
+          }
+          p.channels_last = true;
+          const GroupNormPolicy last = group_norm_forward_policy(p);
+          expect_legal(report, device,
+                       {last.chunks, last.tiles, last.threads_x, last.threads_y,
+                        kGroupNormRowsThreads * static_cast<int>(vector) * 8, 1},
+                       kGroupNormRowsThreads);
+          report.expect(last.threads_x * last.threads_y >= kWarpSize, "no whole warp");
+          report.expect(last.tiles * last.threads_x * vector >= p.channels,
+                        "channels without a thread");
+          report.expect(last.chunks * last.chunk_positions >= positions &&
+                            (last.chunks - 1) * last.chunk_positions < positions,
+                        "chunks that do not make a sample");
+        }
+      }
+    }
+  }
+}
+
 void shard_norm(const DeviceInfo& device, Report& report) {
   for (const DType dtype : kDTypes) {
     for_each_layout([&](int64_t dim, int64_t rows, int64_t stride, int offset) {
@@ -808,6 +856,7 @@ const Family kFamilies[] = {
     {"ada_norm backward", ada_norm_backward},
     {"poly_norm", poly_norm},
     {"gated_rms_norm", gated_rms_norm},
+    {"group_norm", group_norm},
     {"shard_norm", shard_norm},
     {"activation", activation},
     {"rotary", rotary},

@@ -25,6 +25,7 @@ FAMILIES = (
     "ada_norm backward",
     "poly_norm",
     "gated_rms_norm",
+    "group_norm",
     "shard_norm",
     "activation",
     "rotary",

@@ -31,6 +31,7 @@ FOLDER = REPO_DIR / "docs/reference"
 FAMILIES = {
     "norm": "RMS norms",
     "ada_norm": "Layer norm and adaptive norms",
+    "group_norm": "Group norm",
     "poly_norm": "PolyNorm",
     "gate": "Activations, gates and epilogues",
     "rope": "Rotary embedding",

@@ -1,4 +1,6 @@
-"""Transformers of image and video models, of which one step of denoising is timed."""
+"""Transformers of image and video models, of which one step of denoising is timed, and decoders of
+autoencoders.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .models import BLOCKS_NOTE, Scenario, compiled_blocks, created_on
+from .models import BLOCKS_NOTE, Scenario, compiled_blocks, compiled_whole, created_on
 
 
 @dataclass
@@ -177,4 +179,92 @@ def denoising(
         integration="diffusers",
         per_sample=denoiser.steps,
         notes=[*notes, BLOCKS_NOTE, "the transformer alone: no text encoder, no autoencoder"],
+    )
+
+
+@dataclass
+class Autoencoder:
+    """One autoencoder, of which the decoder is timed.
+
+    Attributes:
+        title: Model and what is made, for the table.
+        sizes: The arguments of AutoencoderKL.
+        latents: Shape of what is decoded.
+    """
+
+    title: str
+    sizes: dict
+    latents: tuple[int, ...]
+
+
+_KL = {
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 2,
+    "sample_size": 1024,
+}
+_SMALL_KL = {
+    "block_out_channels": (16, 32),
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "layers_per_block": 1,
+    "norm_num_groups": 8,
+}
+
+AUTOENCODERS = {
+    "sdxl-vae": Autoencoder(
+        "SDXL autoencoder: decoding 1024x1024", {**_KL, "latent_channels": 4}, (1, 4, 128, 128)
+    ),
+    "flux-vae": Autoencoder(
+        "FLUX.1 autoencoder: decoding 1024x1024",
+        {**_KL, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False},
+        (1, 16, 128, 128),
+    ),
+}
+
+
+def decoding(
+    device: str,
+    quick: bool,
+    layers: int | None,
+    exact: bool = False,
+    *,
+    kind: str,
+    channels_last: bool = False,
+) -> Scenario:
+    """Latents to an image. Sizes do not follow from `layers`: the decoder is small."""
+    import diffusers
+
+    autoencoder = AUTOENCODERS[kind]
+    sizes = {**autoencoder.sizes, **(_SMALL_KL if quick else {})}
+    latents_shape = (*autoencoder.latents[:2], 8, 8) if quick else autoencoder.latents
+    dtype = torch.float32 if quick or exact else torch.bfloat16
+    with created_on(device, dtype):
+        model = diffusers.AutoencoderKL(**sizes).eval()
+        latents = torch.randn(latents_shape)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+        latents = latents.contiguous(memory_format=torch.channels_last)
+    decoder = model.decoder
+
+    @torch.no_grad()
+    def step(call: Callable) -> torch.Tensor:
+        return call(latents)
+
+    model_name, _, made = autoencoder.title.partition(":")
+    title = (
+        f"small {model_name}, fp32"
+        if quick
+        else f"{model_name}, {'fp32' if exact else 'bf16'}:{made}"
+    )
+    order = "channels last" if channels_last else "contiguous"
+    return Scenario(
+        title=f"{title} ({order})",
+        model=decoder,
+        step=step,
+        outputs=lambda call: (step(call),),
+        compiled=compiled_whole(decoder),
+        integration="diffusers",
+        notes=["compiled whole", "the decoder alone"],
     )

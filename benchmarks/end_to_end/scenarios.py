@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from .batch import Batches
-from .diffusion import DENOISERS, denoising
+from .diffusion import AUTOENCODERS, DENOISERS, decoding, denoising
 from .models import BLOCKS_NOTE, Scenario, compiled_blocks, compiled_whole, created_on
 
 # Causal language models, by the name of their classes, and a size where there are several.
@@ -360,6 +360,11 @@ SCENARIOS: dict[str, Callable[..., Scenario]] = {
     "llama-training": training,
     "bert": encoding,
     **{kind: partial(denoising, kind=kind) for kind in DENOISERS},
+    **{kind: partial(decoding, kind=kind) for kind in AUTOENCODERS},
+    **{
+        f"{kind}-channels-last": partial(decoding, kind=kind, channels_last=True)
+        for kind in AUTOENCODERS
+    },
     **{
         f"{kind.lower()}-{factory.__name__}-whole": partial(factory, kind=kind, whole=True)
         for kind in WHOLE

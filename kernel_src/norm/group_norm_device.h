@@ -212,8 +212,8 @@ struct GroupNormRows {
     const int size = static_cast<int>(last - first), threads = static_cast<int>(blockDim.y);
     return size > y ? (size - y - 1) / threads + 1 : 0;
   }
-  // body(vectors, row) for this thread's vectors of each of its rows, kAhead of them under way where
-  // all tensors are aligned. The order is the same. `row`: elements from a tensor's start to it.
+  // body(vectors, row) for this thread's vectors of its rows, kAhead of them under way where all
+  // tensors are aligned. The order is the same. `row`: elements from a tensor's start to it.
   template <int kAhead, int kTensors, typename Body>
   __device__ __forceinline__ void for_rows(const T* const (&tensors)[kTensors], bool aligned,
                                            const Body& body) const {

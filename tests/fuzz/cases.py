@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import bad_calls, loss, modules, quant, rotary, route, rows, sampling, tables
+from . import bad_calls, group, loss, modules, quant, rotary, route, rows, sampling, tables
 from .draw import Draw
 from .judge import Failure, check_untouched
 
@@ -57,6 +57,8 @@ def make(draw: Draw, name: str, ordinary: bool):
         return route.make(draw, ordinary=ordinary)
     if name in ("quant_fp8", "modules.Fp8Linear"):
         return quant.make(draw, ordinary=ordinary)
+    if name in ("group_norm", "modules.GroupNorm"):
+        return group.make(draw, ordinary=ordinary)
     if name in TABLES:
         return tables.make(draw, name, ordinary=ordinary)
     if name in SHARDS or name == "lm_head_sample":
@@ -76,6 +78,8 @@ def check_valid(kernel, draw: Draw, name: str) -> None:
     elif name == "apply_rotary_":
         written = tuple(n for n in rotary.WRITTEN if call.inputs[n] is not None)
         rows.check_in_place(kernel, draw, name, call, written)
+    elif name == "modules.GroupNorm":
+        group.check_module(kernel, call)
     elif name in LOSS_MODULES:
         module = name.split(".")[1]
         loss.check_module(kernel, module, modules.MODULES[module][1], call)
@@ -93,6 +97,8 @@ def check_valid(kernel, draw: Draw, name: str) -> None:
         route.check(kernel, draw, call)
     elif name == "quant_fp8":
         quant.check(kernel, draw, call)
+    elif name == "group_norm":
+        group.check(kernel, draw, call)
     elif isinstance(call, sampling.Call):
         sampling.check(kernel, draw, call)
     else:

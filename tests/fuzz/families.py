@@ -248,12 +248,37 @@ def quant_calls(kernel, device: str) -> Calls:
             )
 
 
+def group_norm_calls(kernel, device: str) -> Calls:
+    """Groups that are whole and cut, planes small and large, aligned and not, in both orders."""
+
+    def call(shape: tuple, groups: int, dtype: torch.dtype, last: bool, style: str) -> None:
+        op = operators.GROUP_NORM
+        inputs = op.inputs(shape, dtype, device, style)
+        if last:
+            inputs["x"] = inputs["x"].movedim(1, -1).contiguous().movedim(-1, 1)
+        both_ways(kernel, op, inputs, {**op.options(style), "num_groups": groups})
+
+    for shape, groups, dtype in (
+        *(((3, 8), 2, HALF), ((2, 30, 17, 19), 5, HALF), ((2, 64, 8, 8), 32, torch.float16)),
+        *(((1, 4, 300, 301), 2, HALF), ((1, 4, 512, 128), 1, HALF), ((70, 8, 2), 4, HALF)),
+        *(((1, 600, 9, 9), 3, torch.float32), ((1, 3000, 5, 3), 8, torch.float32)),
+        *(((1, 2, 256, 513), 1, torch.float32), ((2, 40, 64, 64), 4, HALF)),
+    ):
+        for last in (False, True) if len(shape) > 2 else (False,):
+            for style in ("torch", "silu"):
+                label = f"group_norm {shape} {groups} {last} {style}"
+                yield label, partial(call, shape, groups, dtype, last, style)
+
+
 def all_kinds(kernel, device: str) -> list[list[Call]]:
     return [
         *(list(kind(kernel, device)) for kind in (sampling_calls, head_calls, shard_calls)),
         *(
             list(kind(kernel, device))
-            for kind in (loss_calls, route_calls, quant_calls, rotary_calls, sliced_calls)
+            for kind in (
+                *(loss_calls, route_calls, quant_calls, rotary_calls, sliced_calls),
+                group_norm_calls,
+            )
         ),
         *(list(row_calls(kernel, device, *shape)) for shape in SHAPES),
         *(list(view_calls(kernel, device, layout)) for layout in VIEWS),

@@ -28,6 +28,7 @@ MODULES = {
     "FusedAddLayerNorm": ("fused_add_layer_norm", ("eps",)),
     "AdaLayerNorm": ("ada_layer_norm", ("eps",)),
     "AdaRMSNorm": ("ada_rms_norm", ("eps",)),
+    "GroupNorm": ("group_norm", ("eps", "num_groups", "activation")),  # its cases: group.py
     "PolyNorm": ("poly_norm", ("eps",)),
     "FusedMulPolyNorm": ("fused_mul_poly_norm", ("eps", "mul_first")),
     "GroupedPolyNorm": ("grouped_poly_norm", ("eps", "hidden_clamp", "mul_first")),

@@ -86,6 +86,8 @@ Checked check(const Arguments& a, GroupNormInput& p) {
                  a.x.dim());
   p.dtype = check_dtype(a.op, "x", a.x);
   const int64_t channels = a.x.size(1);
+  FUSELAGE_CHECK(a.op, channels <= kMaxColumns,
+                 "the second dimension of `x` must be at most 2^31 - 2^16, got ", shape_of(a.x));
   FUSELAGE_CHECK(a.op, a.num_groups > 0 && channels % a.num_groups == 0,
                  "`num_groups` must divide the second dimension of `x` ", shape_of(a.x), ", got ",
                  a.num_groups);
@@ -137,10 +139,12 @@ auto group_norm(const Tensor& x, int64_t num_groups, const OptionalTensor& weigh
     p.out = out.mutable_data_ptr();
     if (kForGradient) p.statistics = static_cast<float*>(statistics->mutable_data_ptr());
     OptionalTensor memory;
+    // NOTE: statistics first: they are read in pairs, which must be aligned.
     const auto make_workspace = [&](int64_t partials) {
       const int64_t pairs = kForGradient || partials == 0 ? 0 : 2 * p.samples * p.groups;
-      p.partials = scratch(memory, partials + pairs, x);
-      if (pairs != 0) p.statistics = p.partials + partials;
+      float* workspace = scratch(memory, pairs + partials, x);
+      if (pairs != 0) p.statistics = workspace;
+      if (partials != 0) p.partials = workspace + pairs;
     };
     launch(
         a.op, x,

@@ -21,6 +21,8 @@ from ._gates import (
     recognise_projected_gate,
 )
 from ._linears import check_option, replace_linears, restore_linears
+from ._group_norm_act import recognise_group_norm_act
+from ._group_norms import recognise_group_norm
 from ._norms import recognise_norm
 from ._patch import Report, patch_modules, unpatch_modules
 from ._rotary import recognise_rotary_attention
@@ -34,11 +36,12 @@ PARTS = (
     recognise_experts_gate,
     recognise_projected_gate,
     recognise_norm,
+    recognise_group_norm,
     recognise_activation,
     recognise_rotary_attention,
     recognise_rotary_processor,
 )
-BLOCKS = (recognise_fusion,)
+BLOCKS = (recognise_fusion, recognise_group_norm_act)
 
 
 def patch(pipe: object, *, linear: Optional[str] = None, keep: Sequence[str] = ()) -> Report:
