@@ -262,8 +262,8 @@ def group_norm_output_terms(
     activation: str | None = None,
 ) -> Tensor:
     """The sizes of the terms whose sum is the result. The slope of silu is at most 1.1."""
-    grouped, mean, rstd = _group_norm_parts(x, num_groups, eps)
-    n = ((grouped.abs() + mean.abs()) * rstd).reshape(x.shape)
+    grouped, _, rstd = _group_norm_parts(x, num_groups, eps)
+    n = ((grouped.abs() + grouped.abs().mean(-1, keepdim=True)) * rstd).reshape(x.shape)
     weight, bias = _of_channels(weight, x, 1.0), _of_channels(bias, x, 0.0)
     return n * abs(weight) + abs(bias)
 
@@ -284,8 +284,8 @@ def group_norm_gradient_terms(
     grad_weight = sum of a * n
     grad_bias   = sum of a
     """
-    grouped, mean, rstd = _group_norm_parts(x, num_groups, eps)
-    n = ((grouped.abs() + mean.abs()) * rstd).reshape(x.shape)
+    grouped, _, rstd = _group_norm_parts(x, num_groups, eps)
+    n = ((grouped.abs() + grouped.abs().mean(-1, keepdim=True)) * rstd).reshape(x.shape)
     a = grad_out.abs()
     if (
         activation is not None

@@ -200,9 +200,16 @@ def wrong_shapes(argument: str, given: dict, main_of: str | bool, tensors: list)
     if argument in PER_ROW and value.dim() == 1:
         rows = given[tensors[1 if argument == "weight_scale" else 0]].shape[0] + 2
         wrong = value.flatten()[:1].expand(rows).clone()
+    elif main_of == "group_norm":  # whose positions may be any, and whose channels may not
+        wrong = torch.cat((value, value[:, :1]), 1)
+        tensors = [*tensors, "num_groups"]
     else:
         wrong = torch.cat((value, value[..., :1]), -1)
-    if main_of and not set(tensors[1:]) - set(NOT_OF_COLUMNS) and "_and_" not in main_of:
+    if (
+        main_of
+        and not set(tensors[1:]) - {*NOT_OF_COLUMNS, "num_groups"}
+        and "_and_" not in main_of
+    ):
         return  # any shape will do
     yield Bad(argument, wrong, f"of shape {list(wrong.shape)}", named=tuple(tensors))
 
