@@ -20,8 +20,9 @@ namespace fuselage::cpu {
 namespace FUSELAGE_ISA {
 
 constexpr int64_t kGroupNormChunk = 65536;  // elements, which stay in a core's cache
+constexpr int64_t kGroupNormBlock = 4096;   // elements that are read twice, from the first cache
 constexpr int64_t kGroupNormStrip = 256;    // channels that are summed up at once, channels last
-constexpr int64_t kGroupNormRows = 32;      // positions of a sum in float32
+constexpr int64_t kGroupNormRows = 16;      // positions of a sum in registers
 
 // Of one position a sample is the same in either order. Channels last it has vectors.
 FUSELAGE_INLINE bool group_norm_channels_last(const GroupNormInput& p) {
@@ -78,16 +79,28 @@ struct GroupNormStrip {
       bias[kGroupNormStrip];
 };
 
+// Spreads a pair for each group of a sample over the channels of a strip.
+FUSELAGE_INLINE void group_norm_spread(const GroupNormInput& p, const float* values, int64_t sample,
+                                       const GroupNormStrip& strip, float* firsts, float* seconds) {
+  const float* pair = group_norm_pair(p, values, sample, strip.first);
+  int64_t left = p.group_channels - strip.first % p.group_channels;  // channels of the group
+  for (int64_t i = 0; i < strip.size; ++i) {
+    firsts[i] = pair[0], seconds[i] = pair[1];
+    if (--left == 0) pair += 2, left = p.group_channels;
+  }
+}
+
 template <class X>
 FUSELAGE_INLINE void group_norm_fill(const GroupNormInput& p, const float* statistics,
                                      int64_t sample, GroupNormStrip& strip) {
-  for (int64_t i = 0; i < strip.size; ++i) {
-    const int64_t channel = strip.first + i;
-    const float* pair = group_norm_pair(p, statistics, sample, channel);
-    const GroupNormChannel c = group_norm_channel<X>(p, pair, channel);
-    strip.mean[i] = c.mean, strip.rstd[i] = c.rstd;
-    strip.weight[i] = c.weight, strip.bias[i] = c.bias;
-  }
+  group_norm_spread(p, statistics, sample, strip, strip.mean, strip.rstd);
+  for_each_vector(0, strip.size, [&](int64_t i, auto lanes) {
+    Floats weight = broadcast(1), bias = {};
+    if (p.weight != nullptr) weight = load_as<X>(p.weight, p.weight_dtype, strip.first + i, lanes);
+    if (p.bias != nullptr) bias = load_as<X>(p.bias, p.bias_dtype, strip.first + i, lanes);
+    store(strip.weight + i, weight, lanes);
+    store(strip.bias + i, bias, lanes);
+  });
 }
 
 // body(strip) of all channels.
@@ -116,87 +129,91 @@ FUSELAGE_INLINE void group_norm_planes(const GroupNormInput& p, int64_t group, R
 
 // Forward: moments of a part, which are its mean and the sum of squared deviations
 
-// In float32 a mean that is large against the deviations is off by what matters: the sums of
-// deviations from it say by how much. Few parts have such a mean. Of half precision the sum is
+// In float32 a mean that is large against the deviations is off by what matters: the sum of
+// deviations from it says by how much. Few blocks have such a mean. Of half precision the sum is
 // exact, or next to it.
-template <class X>
-FUSELAGE_INLINE bool group_norm_needs_rest(float mean, double squares, double size) {
-  return sizeof(X) == sizeof(float) && static_cast<double>(mean) * mean * size > 16 * squares;
-}
-
-FUSELAGE_INLINE void group_norm_store(float* moments, float mean, double squares, double rest,
-                                      double size) {
-  const double about_mean = squares - rest * rest / size;
-  moments[0] = static_cast<float>(mean + rest / size);
-  moments[1] = static_cast<float>(about_mean < 0 ? 0 : about_mean);  // a NaN stays one
-}
-
 template <class X>
 static void group_norm_flat_moments(const X* x,  // [size]
                                     int64_t size,
                                     float* moments) {  // [2]
-  const double sum = sum_vectors(size, [&](int64_t i, auto lanes) { return load(x + i, lanes); });
-  const double count = static_cast<double>(size);
-  const float mean = static_cast<float>(sum / count);
-  const auto centred = [&](int64_t i, auto lanes) { return cut(load(x + i, lanes) - mean, lanes); };
-  const double squares = sum_vectors(size, [&](int64_t i, auto lanes) {
-    const Floats v = centred(i, lanes);
-    return v * v;
-  });
-  double rest = 0;
-  if (group_norm_needs_rest<X>(mean, squares, count)) rest = sum_vectors(size, centred);
-  group_norm_store(moments, mean, squares, rest, count);
+  double all = 0, all_mean = 0, all_squares = 0;
+  for (int64_t first = 0; first < size; first += kGroupNormBlock) {
+    const int64_t block = size - first < kGroupNormBlock ? size - first : kGroupNormBlock;
+    const double count = static_cast<double>(block);
+    const auto value = [&](int64_t i, auto lanes) { return load(x + first + i, lanes); };
+    const float mean = static_cast<float>(sum_vectors(block, value) / count);
+    const auto centred = [&](int64_t i, auto lanes) { return cut(value(i, lanes) - mean, lanes); };
+    double squares = sum_vectors(block, [&](int64_t i, auto lanes) {
+      const Floats v = centred(i, lanes);
+      return v * v;
+    });
+    double rest = 0;
+    if (sizeof(X) == sizeof(float) && static_cast<double>(mean) * mean * count > 16 * squares) {
+      rest = sum_vectors(block, centred) / count;
+      squares -= count * rest * rest;
+    }
+    // Of this block and those before it, about their mean.
+    const double d = mean + rest - all_mean, share = count / (all + count);
+    all_squares += squares + all * share * d * d;
+    all_mean += share * d;
+    all += count;
+  }
+  moments[0] = static_cast<float>(all_mean);
+  moments[1] = static_cast<float>(all_squares < 0 ? 0 : all_squares);  // a NaN stays one
 }
 
-// sums[i] = the sum of term(position, i, lanes) over the positions of a chunk.
-template <class Term>
-FUSELAGE_INLINE void group_norm_column_sums(RowRange positions, int64_t size,
-                                            double (&sums)[kGroupNormStrip], Term term) {
-  for (int64_t i = 0; i < size; ++i) sums[i] = 0;
-  float block[kGroupNormStrip];
-  for (int64_t first = positions.begin; first < positions.end; first += kGroupNormRows) {
-    const int64_t rest = positions.end - first;
-    const int64_t last = rest < kGroupNormRows ? positions.end : first + kGroupNormRows;
-    for_each_rows<4>(RowRange{first, last}, [&](auto rows, int64_t row) {
-      for_each_vector(0, size, [&](int64_t i, auto lanes) {
-        Floats sum = term(row, i, lanes);
-        for (int k = 1; k < decltype(rows)::value; ++k) sum += term(row + k, i, lanes);
-        accumulate(block + i, sum, row == first, lanes);
-      });
-    });
-    for (int64_t i = 0; i < size; ++i) sums[i] += block[i];
+// body(row, rows) of the positions of a chunk, some at once.
+template <class Body>
+FUSELAGE_INLINE void group_norm_blocks(RowRange positions, Body body) {
+  for (int64_t row = positions.begin; row < positions.end; row += kGroupNormRows) {
+    const int64_t rest = positions.end - row;
+    body(row, rest < kGroupNormRows ? rest : kGroupNormRows);
   }
 }
+
+// The sum of value(k) over k < rows: of a whole block in pairs, which is exact of equal ones.
+template <class Value>
+FUSELAGE_INLINE Floats group_norm_row_sum(int64_t rows, Value value) {
+  if (rows == kGroupNormRows) {
+    Floats parts[kGroupNormRows / 4];
+    for (int64_t k = 0; k < kGroupNormRows / 4; ++k)
+      parts[k] = (value(4 * k) + value(4 * k + 1)) + (value(4 * k + 2) + value(4 * k + 3));
+    return (parts[0] + parts[1]) + (parts[2] + parts[3]);
+  }
+  Floats sum = {};
+  for (int64_t k = 0; k < rows; ++k) sum += value(k);
+  return sum;
+}
+static_assert(kGroupNormRows == 16, "four sums of four");
 
 // Of every channel.
 template <class X>
 static void group_norm_column_moments(const X* x,  // [positions, channels]
                                       int64_t channels, RowRange positions,
                                       float* moments) {  // [channels, 2]
-  const double count = static_cast<double>(positions.end - positions.begin);
   group_norm_strips(channels, [&](GroupNormStrip& strip) {
-    double sums[kGroupNormStrip];
-    const auto value = [&](int64_t row, int64_t i, auto lanes) {
-      return load(x + row * channels + strip.first + i, lanes);
-    };
-    group_norm_column_sums(positions, strip.size, sums, value);
-    for (int64_t i = 0; i < strip.size; ++i) strip.mean[i] = static_cast<float>(sums[i] / count);
-    const auto centred = [&](int64_t row, int64_t i, auto lanes) {
-      return value(row, i, lanes) - load(strip.mean + i, lanes);
-    };
-    group_norm_column_sums(positions, strip.size, sums, [&](int64_t row, int64_t i, auto lanes) {
-      const Floats v = centred(row, i, lanes);
-      return v * v;
+    float *mean = strip.mean, *squares = strip.rstd;
+    set_zero(mean, strip.size);
+    set_zero(squares, strip.size);
+    group_norm_blocks(positions, [&](int64_t row, int64_t rows) {
+      const float before = static_cast<float>(row - positions.begin);
+      const float count = static_cast<float>(rows), share = count / (before + count);
+      const X* block = x + row * channels + strip.first;
+      for_each_vector(0, strip.size, [&](int64_t i, auto lanes) {
+        const auto value = [&](int64_t k) { return load(block + k * channels + i, lanes); };
+        const Floats own = group_norm_row_sum(rows, value) / count;
+        const Floats of_block = group_norm_row_sum(rows, [&](int64_t k) {
+          const Floats v = value(k) - own;
+          return v * v;
+        });
+        const Floats old = load(mean + i, lanes), d = own - old;
+        store(mean + i, old + share * d, lanes);
+        store(squares + i, load(squares + i, lanes) + of_block + before * share * d * d, lanes);
+      });
     });
-    bool needs_rest = false;
-    for (int64_t i = 0; i < strip.size; ++i)
-      needs_rest |= group_norm_needs_rest<X>(strip.mean[i], sums[i], count);
-    double rest[kGroupNormStrip] = {};
-    if (needs_rest) group_norm_column_sums(positions, strip.size, rest, centred);
     for (int64_t i = 0; i < strip.size; ++i) {
-      const bool counts = group_norm_needs_rest<X>(strip.mean[i], sums[i], count);
-      group_norm_store(moments + 2 * (strip.first + i), strip.mean[i], sums[i],
-                       counts ? rest[i] : 0, count);
+      moments[2 * (strip.first + i)] = mean[i];
+      moments[2 * (strip.first + i) + 1] = squares[i];
     }
   });
 }
@@ -307,19 +324,31 @@ static void group_norm_column_gradient_sums(const GroupNormBackward& p, int64_t 
   float* partial = p.partials + (sample * p.chunks + chunk) * 2 * p.channels;
   group_norm_strips(p.channels, [&](GroupNormStrip& strip) {
     group_norm_fill<X>(p, p.statistics, sample, strip);
-    for (int kind = 0; kind < 2; ++kind) {
-      double sums[kGroupNormStrip];
-      group_norm_column_sums(positions, strip.size, sums, [&](int64_t row, int64_t i, auto lanes) {
-        const int64_t at = row * p.channels + strip.first + i;
-        const Floats xhat =
-            (load(x + at, lanes) - load(strip.mean + i, lanes)) * load(strip.rstd + i, lanes);
-        const Floats a =
-            group_norm_act_gradient<X>(p.silu, load(grad_out + at, lanes), xhat,
-                                       load(strip.weight + i, lanes), load(strip.bias + i, lanes));
-        return kind == 0 ? a : a * xhat;
+    double sums[2][kGroupNormStrip] = {};
+    float block[2][kGroupNormStrip];
+    group_norm_blocks(positions, [&](int64_t first, int64_t rows) {
+      for_each_vector(0, strip.size, [&](int64_t i, auto lanes) {
+        const Floats mean = load(strip.mean + i, lanes), rstd = load(strip.rstd + i, lanes);
+        const Floats weight = load(strip.weight + i, lanes), bias = load(strip.bias + i, lanes);
+        Floats of_a = {}, of_product = {};
+        for (int64_t row = first; row < first + rows; ++row) {
+          const int64_t at = row * p.channels + strip.first + i;
+          const Floats xhat = (load(x + at, lanes) - mean) * rstd;
+          const Floats a =
+              group_norm_act_gradient<X>(p.silu, load(grad_out + at, lanes), xhat, weight, bias);
+          of_a += a;
+          of_product += a * xhat;
+        }
+        store(block[0] + i, of_a, lanes);
+        store(block[1] + i, of_product, lanes);
       });
+      for (int kind = 0; kind < 2; ++kind) {
+        for (int64_t i = 0; i < strip.size; ++i) sums[kind][i] += block[kind][i];
+      }
+    });
+    for (int kind = 0; kind < 2; ++kind) {
       float* to = partial + kind * p.channels + strip.first;
-      for (int64_t i = 0; i < strip.size; ++i) to[i] = static_cast<float>(sums[i]);
+      for (int64_t i = 0; i < strip.size; ++i) to[i] = static_cast<float>(sums[kind][i]);
     }
   });
 }
@@ -373,10 +402,7 @@ static void group_norm_column_gradient(const GroupNormBackward& p, int64_t sampl
   group_norm_strips(p.channels, [&](GroupNormStrip& strip) {
     group_norm_fill<X>(p, p.statistics, sample, strip);
     float of_a[kGroupNormStrip], of_product[kGroupNormStrip];
-    for (int64_t i = 0; i < strip.size; ++i) {
-      const float* means = group_norm_pair(p, p.means, sample, strip.first + i);
-      of_a[i] = means[0], of_product[i] = means[1];
-    }
+    group_norm_spread(p, p.means, sample, strip, of_a, of_product);
     for (int64_t row = positions.begin; row < positions.end; ++row) {
       const int64_t start = row * p.channels + strip.first;
       for_each_vector(0, strip.size, [&](int64_t i, auto lanes) {
@@ -541,7 +567,9 @@ int64_t group_norm_forward_workspace(GroupNormForward& p) {
     p.chunks = group_norm_chunks_of(p.positions, p.channels);
     return 2 * p.samples * p.chunks * p.channels;
   }
+  // A few chunks stay in the cache between the two passes better than the tensor does.
   p.chunks = group_norm_chunks_of(p.group_size, 1);
+  if (p.chunks <= 4) p.chunks = 1;
   return p.chunks == 1 ? 0 : 2 * p.samples * p.groups * p.chunks;
 }
 

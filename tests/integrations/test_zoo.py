@@ -136,7 +136,8 @@ def _check(name, integration, plain, inputs, path, generates: bool = False) -> N
 # What a report names by the operator that then runs, under another name of its op or not.
 OPS = {"ada_layer_norm": "ada_norm", "ada_rms_norm": "ada_norm"}
 OPS |= {k: k for k in ("gate_residual_ada_norm", "fused_add_rms_norm", "fused_add_layer_norm")}
-OPS |= {k: k for k in ("apply_rotary", "qk_norm_rotary", "gated_rms_norm")}
+OPS |= {k: k for k in ("apply_rotary", "qk_norm_rotary", "gated_rms_norm", "group_norm")}
+OPS |= {"group_norm (with silu)": "group_norm"}
 
 
 def _called(report, counts) -> None:
