@@ -86,6 +86,11 @@ def make_set(case: Case, device: str) -> tuple[tuple, tuple]:
         return inputs, ()
     outs = case.operator.reference(*(t.to("meta") for t in inputs), case.shape.dtype)
     grads = tuple(torch.randn(out.shape, device=device, dtype=case.shape.dtype) for out in outs)
+    x = inputs[0]
+    if x.dim() == 4 and not x.is_contiguous():  # images: their gradients are laid out alike
+        order = torch.channels_last
+        if x.is_contiguous(memory_format=order):
+            grads = tuple(grad.contiguous(memory_format=order) for grad in grads)
     return tuple(t.requires_grad_() for t in inputs), grads
 
 
