@@ -20,9 +20,9 @@ from ._gates import (
     recognise_gated_mlp,
     recognise_projected_gate,
 )
-from ._linears import check_option, replace_linears, restore_linears
 from ._group_norm_act import recognise_group_norm_act
 from ._group_norms import recognise_group_norm
+from ._linears import check_option, replace_linears, restore_linears
 from ._norms import recognise_norm
 from ._patch import Report, patch_modules, unpatch_modules
 from ._rotary import recognise_rotary_attention
