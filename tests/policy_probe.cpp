@@ -823,13 +823,13 @@ void quant_fp8(const DeviceInfo& device, Report& report) {
           if (for_many && dim % columns != 0) continue;
           report.begin(std::to_string(dim) + " columns of " + std::to_string(element_size));
           const QuantPolicy policy = quant_policy(dim, element_size, whole_rows, for_many);
-          const bool is_short = for_many && policy.vectors == 1 && !policy.streamed;
+          const bool is_short = policy.for_many && policy.vectors == 1;
           const int most = is_short ? kQuantShortThreads : kQuantThreads;
           expect_legal(report, device,
                        {policy.vectors, 1, policy.threads_per_row, policy.rows_per_block, 0, 1},
                        most);
           const int64_t block_columns = int64_t{policy.threads_per_row} * policy.vectors * columns;
-          report.expect(policy.streamed || policy.slices * block_columns >= dim,
+          report.expect((whole_rows && !policy.for_many) || policy.slices * block_columns >= dim,
                         "columns without a thread");
           report.expect(!whole_rows || policy.slices == 1, "a row of one scale in several blocks");
           report.expect(policy.slices == 1 || block_columns % 128 == 0, "groups across blocks");

@@ -10,11 +10,10 @@
 //   '------------------------'     maxima meet in shared       '---------' '---------'
 //                                  memory: one barrier
 //
-// A group of 128 columns is a vector of each of 16 lanes (float32: of 32). Rows of one scale that
-// no block holds are read twice, the second time mostly from L2.
+// A group of 128 columns is a vector of each of 16 lanes (float32: of 32).
 //
-// Two kernels are for aligned rows and float8_e4m3fn (kForMany), which products take. Other rows
-// and formats share one with fewer loads in flight, and these share the one of long rows.
+// Two kernels are for aligned rows and float8_e4m3fn (kForMany), which products take. All others
+// share one with fewer loads in flight, rows that no block holds as well.
 //
 // The largest |x| is found among integers: the bits of |x| have the order of the numbers, and NaN
 // is above infinity. So a NaN makes the scale one, as in PyTorch's amax, and no order is left to
@@ -68,21 +67,26 @@ __device__ __forceinline__ float amax_of(uint32_t key, DType dtype) {
   return to_float(bits_as<float16>(static_cast<uint16_t>(key >> 16)));
 }
 
-// Over `width` neighbouring lanes.
+// Over `width` neighbouring lanes, a power of two of at most kMost.
+template <int kMost>
 __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t key, int width) {
-  for (int mask = width / 2; mask > 0; mask /= 2) key = max(key, shuffle_xor(key, mask, width));
+#pragma unroll
+  for (int mask = kMost / 2; mask > 0; mask /= 2) {
+    const uint32_t other = shuffle_xor(key, mask, kWarpSize);
+    if (mask < width) key = max(key, other);
+  }
   return key;
 }
 
 // Over the threads of a row, which is a warp or less, or the block.
 __device__ __forceinline__ uint32_t largest_of_row(uint32_t key, uint32_t (&warps)[kWarpSize]) {
   const int threads = static_cast<int>(blockDim.x);
-  key = largest_of_lanes(key, min(threads, kWarpSize));
+  key = largest_of_lanes<kWarpSize>(key, threads);
   if (threads <= kWarpSize) return key;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (lane == 0) warps[threadIdx.x / kWarpSize] = key;
   __syncthreads();
-  return largest_of_lanes(lane < threads / kWarpSize ? warps[lane] : 0, kWarpSize);
+  return largest_of_lanes<kWarpSize>(lane < threads / kWarpSize ? warps[lane] : 0, kWarpSize);
 }
 
 // ---- quotients ----
@@ -107,25 +111,22 @@ struct ScaleDivisor {
     // Of infinity: zeros of the sign of x, and NaN of infinities.
     if (isinf(by)) scale = reciprocal = rest = 0.0f;
   }
-  // kBounded: |x| is no larger than what the scale was made of. Otherwise quotients that are far
-  // out of range are not corrected, as infinity cannot be.
-  template <bool kBounded>
+  // |x| is no larger than what the scale was made of, or twice that.
   __device__ __forceinline__ float quotient(float x) const {
     const float first = fmaf(x, reciprocal, x * rest);
     const float remainder = fmaf(-first, scale, x);
-    float result = fmaf(remainder, reciprocal, first);
-    if constexpr (!kBounded) {
-      const float rough = x * reciprocal;
-      result = fabsf(rough) < 1048576.0f ? result : rough;
-    }
-    return copysignf(result, x);  // of a zero, too
+    return copysignf(fmaf(remainder, reciprocal, first), x);  // of a zero, too
   }
 };
 
-template <bool kBounded, int N>
-__device__ __forceinline__ void divide(float (&values)[N], const ScaleDivisor& divisor) {
+// Cuts off what lies out of range, which a quotient could not hold. NaN stays.
+template <int N>
+__device__ __forceinline__ void cut_off(float (&values)[N], float bound) {
 #pragma unroll
-  for (int k = 0; k < N; ++k) values[k] = divisor.quotient<kBounded>(values[k] * divisor.factor);
+  for (int k = 0; k < N; ++k) {
+    values[k] = values[k] > bound ? bound : values[k];
+    values[k] = values[k] < -bound ? -bound : values[k];
+  }
 }
 
 // ---- codes ----
@@ -201,13 +202,17 @@ __device__ __forceinline__ void store_codes(const Vector<uint8_t, N>& codes, uin
   }
 }
 
-// A vector from its values to its codes in memory.
-template <bool kForMany, bool kBounded, typename T, int N>
+// A vector from its values to its codes in memory. `bound`: of a given scale, beyond which x is out
+// of range; or infinity.
+template <bool kForMany, typename T, int N>
 __device__ __forceinline__ void quantise(const QuantForward& p, const Vector<T, N>& vector,
-                                         const ScaleDivisor& divisor, uint8_t* target, int left) {
+                                         const ScaleDivisor& divisor, float bound, uint8_t* target,
+                                         int left) {
   float values[N];
   unpack(vector, opaque(p.x_dtype), values);
-  divide<kBounded>(values, divisor);
+  if (bound < INFINITY) cut_off(values, bound);
+#pragma unroll
+  for (int k = 0; k < N; ++k) values[k] = divisor.quotient(values[k] * divisor.factor);
   store_codes<kForMany>(encode<kForMany>(values, opaque(p.format)), target, left);
 }
 
@@ -218,8 +223,30 @@ __device__ __forceinline__ float scale_of(const QuantForward& p, uint32_t key) {
 
 // ---- kernels ----
 
-template <typename T, int kVectors, bool kForMany>
-__global__ void __launch_bounds__(kForMany&& kVectors == 1 ? kQuantShortThreads : kQuantThreads)
+// The bound of a given scale, beyond which x is out of range: a number, so that infinite x are cut
+// off. But infinity over infinity is NaN.
+__device__ __forceinline__ float bound_of(const QuantForward& p, float scale) {
+  return isinf(scale) ? INFINITY : fminf(2.0f * p.limit * fabsf(scale), 3.402823466e38f);
+}
+
+// The scale of the group that a vector is part of; `write`: whether there are columns of it.
+template <typename T, int N>
+__device__ __forceinline__ float scale_of_group(const QuantForward& p, const Vector<T, N>& vector,
+                                                int64_t row, int column, bool write) {
+  constexpr int kLanes = kQuantGroup / N;
+  // NOTE: a row of fewer lanes is shorter than a group.
+  const int width = min(kLanes, static_cast<int>(blockDim.x));
+  const float scale = scale_of<T>(p, largest_of_lanes<kLanes>(key_of(vector), width));
+  if (threadIdx.x % width == 0 && write) {
+    const int64_t group = column / kQuantGroup;
+    p.scale[row * p.scale_row_stride + group * p.scale_group_stride] = scale;
+  }
+  return scale;
+}
+
+// Aligned rows of e4m3.
+template <typename T, int kVectors>
+__global__ void __launch_bounds__(kVectors == 1 ? kQuantShortThreads : kQuantThreads)
     quant_kernel(const QuantForward p, const int slices) {
   constexpr int N = 16 / sizeof(T);
   constexpr int kStep = kWarpSize * N;  // columns between a thread's vectors
@@ -233,73 +260,80 @@ __global__ void __launch_bounds__(kForMany&& kVectors == 1 ? kQuantShortThreads 
                            warp * kVectors * kStep + static_cast<int>(threadIdx.x % kWarpSize) * N;
   const int left = row < p.rows ? dim - first_column : -N;
 
-  RowLoading<T, kVectors, kForMany> loading;
+  RowLoading<T, kVectors, true> loading;
   loading.start(static_cast<const T*>(p.x) + row * p.x_stride + first_column, left);
   Vector<T, N> vectors[kVectors];
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) vectors[j] = loading.finish(j);
 
-  uint8_t* target = p.q + row * p.dim + first_column;
-  float* scales = p.scale + row * p.scale_row_stride;
+  float scale = 1.0f, bound = INFINITY;
   if (p.given_scale != nullptr) {
-    const ScaleDivisor divisor(*p.given_scale);
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j)
-      quantise<kForMany, false>(p, vectors[j], divisor, target + j * kStep, left - j * kStep);
-    return;
-  }
-  float scale = 1.0f;
-  if (!p.in_groups) {
+    scale = *p.given_scale;
+    bound = bound_of(p, scale);
+  } else if (!p.in_groups) {
     uint32_t key = 0;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) key = max(key, key_of(vectors[j]));
     scale = scale_of<T>(p, largest_of_row(key, warps));
-    if (threadIdx.x == 0 && row < p.rows) *scales = scale;
+    if (threadIdx.x == 0 && row < p.rows) p.scale[row * p.scale_row_stride] = scale;
   }
   ScaleDivisor divisor(scale);
-  // NOTE: a row of fewer lanes is shorter than a group.
-  const int width = min(kQuantGroup / N, static_cast<int>(blockDim.x));
+  uint8_t* target = p.q + row * p.dim + first_column;
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
-    if (opaque(p.in_groups)) {
-      scale = scale_of<T>(p, largest_of_lanes(key_of(vectors[j]), width));
-      if (threadIdx.x % width == 0 && left > j * kStep)
-        scales[(first_column + j * kStep) / kQuantGroup * p.scale_group_stride] = scale;
-      divisor = ScaleDivisor(scale);
-    }
-    quantise<kForMany, true>(p, vectors[j], divisor, target + j * kStep, left - j * kStep);
+    const int offset = j * kStep;
+    if (opaque(p.in_groups))
+      divisor =
+          ScaleDivisor(scale_of_group(p, vectors[j], row, first_column + offset, left > offset));
+    quantise<true>(p, vectors[j], divisor, bound, target + offset, left - offset);
   }
 }
 
-// A row of one scale, of any length and alignment.
+// Rows of any alignment, format and length, a vector a thread. A row with one scale belongs to one
+// block, and where it is longer than that it is read twice, the second time mostly from L2.
 template <typename T>
-__global__ void __launch_bounds__(kQuantThreads) quant_streamed_kernel(const QuantForward p) {
-  constexpr int N = 16 / sizeof(T), kVectors = 1;
-  constexpr int kStep = kWarpSize * N;
+__global__ void __launch_bounds__(kQuantThreads)
+    quant_any_kernel(const QuantForward p, const int slices) {
+  constexpr int N = 16 / sizeof(T);
   __shared__ uint32_t warps[kWarpSize];
-  const int64_t row = blockIdx.x;
   const int dim = static_cast<int>(p.dim);
-  const int first_column = static_cast<int>(threadIdx.x / kWarpSize) * kVectors * kStep +
-                           static_cast<int>(threadIdx.x % kWarpSize) * N;
-  // f(column, vector) of all vectors of this thread.
-  const auto for_each_vector = [&](auto&& f) {
+  const int row_block = static_cast<int>(blockIdx.x) / slices;
+  const int slice = static_cast<int>(blockIdx.x) - row_block * slices;
+  const int64_t row = int64_t{row_block} * blockDim.y + threadIdx.y;
+  const int step = static_cast<int>(blockDim.x) * N;
+  const bool makes_row_scale = p.given_scale == nullptr && !p.in_groups;
+  const int begin = slice * step, end = makes_row_scale ? dim : min(dim, begin + step);
+  const bool is_held = end - begin <= step;
+
+  RowLoading<T, 1, false> loading;
+  const auto left_of = [&](int column) { return row < p.rows ? max(dim - column, -N) : -N; };
+  // f(column, columns left, vector) of all vectors of this thread.
+  const auto for_each_vector = [&](bool load, auto&& f) {
 #pragma unroll 1
-    for (int start = 0; start < dim; start += kQuantThreads * kVectors * N) {
-      const int column = start + first_column;
-      RowLoading<T, kVectors, false> loading;
-      loading.start(static_cast<const T*>(p.x) + row * p.x_stride + column, max(dim - column, -N));
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) f(column + j * kStep, loading.finish(j));
+    for (int start = begin; start < end; start += step) {
+      const int column = start + static_cast<int>(threadIdx.x) * N, left = left_of(column);
+      if (load) loading.start(static_cast<const T*>(p.x) + row * p.x_stride + column, left);
+      f(column, left, loading.finish(0));
     }
   };
-  uint32_t key = 0;
-  for_each_vector([&](int, const Vector<T, N>& vector) { key = max(key, key_of(vector)); });
-  const float scale = scale_of<T>(p, largest_of_row(key, warps));
-  if (threadIdx.x == 0) p.scale[row * p.scale_row_stride] = scale;
-  const ScaleDivisor divisor(scale);
-  for_each_vector([&](int column, const Vector<T, N>& vector) {
-    quantise<false, true>(p, vector, divisor, p.q + row * p.dim + column, dim - column);
-  });
+  float scale = 1.0f, bound = INFINITY;
+  if (p.given_scale != nullptr) {
+    scale = *p.given_scale;
+    bound = bound_of(p, scale);
+  } else if (makes_row_scale) {
+    uint32_t key = 0;
+    for_each_vector(true,
+                    [&](int, int, const Vector<T, N>& vector) { key = max(key, key_of(vector)); });
+    scale = scale_of<T>(p, largest_of_row(key, warps));
+    if (threadIdx.x == 0 && row < p.rows) p.scale[row * p.scale_row_stride] = scale;
+  }
+  ScaleDivisor divisor(scale);
+  for_each_vector(!makes_row_scale || !is_held,
+                  [&](int column, int left, const Vector<T, N>& vector) {
+                    if (p.in_groups)
+                      divisor = ScaleDivisor(scale_of_group(p, vector, row, column, left > 0));
+                    quantise<false>(p, vector, divisor, bound, p.q + row * p.dim + column, left);
+                  });
 }
 
 // ---- launchers ----
@@ -309,14 +343,13 @@ gpuError launch(const QuantForward& p, const QuantPolicy& policy, gpuStream stre
   const int64_t blocks = ceil_div(p.rows, policy.rows_per_block) * policy.slices;
   const dim3 grid(static_cast<unsigned>(blocks));
   const dim3 block(policy.threads_per_row, policy.rows_per_block);
-  const auto run = [&](auto kernel, auto... others) {
-    return gpu_launch(kernel, grid, block, 0, 1, stream, p, others...);
-  };
   const int slices = static_cast<int>(policy.slices);
-  if (policy.streamed) return run(&quant_streamed_kernel<T>);
-  if (!policy.for_many) return run(&quant_kernel<T, 1, false>, slices);
-  if (policy.vectors == 1) return run(&quant_kernel<T, 1, true>, slices);
-  return run(&quant_kernel<T, kQuantVectors, true>, slices);
+  const auto run = [&](auto kernel) {
+    return gpu_launch(kernel, grid, block, 0, 1, stream, p, slices);
+  };
+  if (!policy.for_many) return run(&quant_any_kernel<T>);
+  if (policy.vectors == 1) return run(&quant_kernel<T, 1>);
+  return run(&quant_kernel<T, kQuantVectors>);
 }
 
 }  // namespace

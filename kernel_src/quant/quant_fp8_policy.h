@@ -15,37 +15,33 @@ constexpr int kQuantVectors = 4;         // of a thread, where a row has more th
 constexpr int64_t kMaxQuantBlocks = (int64_t{1} << 31) - 1;
 
 // A row belongs to `threads_per_row` threads with `vectors` vectors each; or to as many of each of
-// `slices` blocks, where it has no scale of its own. Rows that no block holds are `streamed`.
+// `slices` blocks, where it has no scale of its own.
 struct QuantPolicy {
   int vectors;
   int threads_per_row;
   int rows_per_block;
   int64_t slices;
-  bool streamed;
   bool for_many;  // one of the kernels for aligned rows of float8_e4m3fn
 };
 
-// `whole_rows`: a row has one scale, which is to be made. `for_many`: aligned rows of e4m3.
+// `whole_rows`: a row has one scale, which is to be made. `for_many`: aligned rows of e4m3. Rows
+// with one scale that are longer than a block have the kernel for all others, in which a thread
+// takes one vector after the other.
 inline QuantPolicy quant_policy(int64_t dim, int element_size, bool whole_rows, bool for_many) {
   const int64_t count = ceil_div(dim, 16 / element_size);
-  QuantPolicy policy{for_many ? kQuantVectors : 1, kQuantThreads, 1, 1, false, for_many};
+  if (whole_rows && count > int64_t{kQuantThreads} * kQuantVectors) for_many = false;
+  QuantPolicy policy{for_many ? kQuantVectors : 1, kQuantThreads, 1, 1, for_many};
   if (for_many && count <= kWarpSize) {
     policy.vectors = 1;
     policy.threads_per_row = next_power_of_two(count);
     policy.rows_per_block = kQuantShortThreads / policy.threads_per_row;
     return policy;
   }
-  const int most_threads = whole_rows ? kQuantThreads : kQuantSliceThreads;
-  const int64_t slices = ceil_div(count, int64_t{most_threads} * policy.vectors);
-  policy.streamed = whole_rows && slices > 1;
-  if (policy.streamed) {
-    policy.vectors = 1;
-    return policy;
-  }
-  policy.slices = slices;
+  const int64_t held = int64_t{whole_rows ? kQuantThreads : kQuantSliceThreads} * policy.vectors;
+  if (!whole_rows) policy.slices = ceil_div(count, held);
   // A thread's vectors lie a warp apart.
-  policy.threads_per_row =
-      std::max(threads_for(ceil_div(count, slices), policy.vectors), kWarpSize);
+  const int64_t most = std::min(held, ceil_div(count, policy.slices));
+  policy.threads_per_row = std::max(threads_for(most, policy.vectors), kWarpSize);
   if (policy.threads_per_row == kWarpSize) policy.rows_per_block = kQuantShortThreads / kWarpSize;
   return policy;
 }

@@ -102,7 +102,7 @@ def test_every_half_precision_number(fuselage, device, format):
     """All 65536 of each, with scales of 1 and others: the rounding and the saturation."""
     for dtype in (torch.float16, torch.bfloat16):
         every = torch.arange(1 << 16, device=device).to(torch.uint16).view(dtype)
-        for scale in (1.0, 0.25, 1.5, 3e-5, 1e-38, 7e20):
+        for scale in (1.0, 0.25, 1.5, 3e-5, 1e-38, 1e-45, 7e20, 2e38, INF, NAN):
             given = torch.tensor(scale, device=device)
             check(fuselage, every, scale=given, dtype=format)
 
