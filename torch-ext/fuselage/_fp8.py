@@ -92,7 +92,7 @@ def quantize_weight(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, to
 
 
 def product(q, scale, weight, weight_scale, bias, dtype, recipe, fast_accum, emulated):
-    _check_input(q, scale, weight, recipe)
+    """Of inputs that are checked."""
     if q.shape[-1] == 0 or q.numel() == 0:
         out = q.new_zeros((*q.shape[:-1], weight.shape[0]), dtype=dtype)
         return out if bias is None else out + bias.to(dtype)
@@ -129,12 +129,18 @@ def _is_bfloat16(bias: Optional[torch.Tensor]) -> bool:
     return bias is not None and bias.dtype == torch.bfloat16
 
 
-def _check_input(q, scale, weight, recipe) -> None:
-    columns = weight.shape[1]
-    if q.dtype != E4M3 or q.dim() < 1 or q.shape[-1] != columns:
+def check_columns(x: torch.Tensor, columns: int) -> None:
+    if x.shape[-1:] != (columns,):
         raise RuntimeError(
-            f"fuselage::Fp8Linear: `x` must have {columns} columns, and q of a (q, scale) be "
-            f"float8_e4m3fn, got {q.dtype} {list(q.shape)}"
+            f"fuselage::Fp8Linear: `x` must have {columns} columns, got {list(x.shape)}"
+        )
+
+
+def check_quantized(q: torch.Tensor, scale: torch.Tensor, columns: int, recipe: str) -> None:
+    check_columns(q, columns)
+    if q.dtype != E4M3:
+        raise RuntimeError(
+            f"fuselage::Fp8Linear: q of a (q, scale) must be float8_e4m3fn, got {q.dtype}"
         )
     groups = 1 if recipe == "rowwise" else -(-columns // GROUP)
     if scale.dtype != torch.float32 or scale.shape != (*q.shape[:-1], groups):

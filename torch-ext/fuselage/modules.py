@@ -639,7 +639,9 @@ class Fp8Linear(_fp8.Fp8Weight):
         tensors = (self.weight, self.weight_scale, self.bias)
         if not isinstance(x, torch.Tensor):
             q, scale = x
+            _fp8.check_quantized(q, scale, self.in_features, self.recipe)
             return _fp8.product(q, scale, *tensors, self.dtype, *options)
+        _fp8.check_columns(x, self.in_features)
         kind = x.device.type
         autocast = kind != "meta" and torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype

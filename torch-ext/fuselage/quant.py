@@ -45,7 +45,8 @@ def quant_fp8(
         q = round(x / scale)               to nearest even, saturating at limit
 
     where limit is 448 for float8_e4m3fn, 57344 for float8_e5m2, and 127 for int8. `q` has the bits
-    of `(x.float() / scale).clamp(-limit, limit).to(dtype)`, on every device.
+    of `(x.float() / scale).clamp(-limit, limit).to(dtype)` on every device, for int8 with `round()`
+    before the last.
 
     A row or group whose scale would be zero, as one of zeros, has scale 1. One with a NaN has a
     scale of NaN, and `q` is all NaN. One with an infinity has an infinite scale: infinities become
