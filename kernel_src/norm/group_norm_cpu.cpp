@@ -21,7 +21,7 @@ namespace FUSELAGE_ISA {
 
 constexpr int64_t kGroupNormChunk = 65536;  // elements, which stay in a core's cache
 constexpr int64_t kGroupNormBlock = 4096;   // elements that are read twice, from the first cache
-constexpr int64_t kGroupNormStrip = 256;    // channels that are summed up at once, channels last
+constexpr int64_t kGroupNormStrip = 512;    // channels that are worked on at once, channels last
 constexpr int64_t kGroupNormRows = 16;      // positions of a sum in registers
 
 // Of one position a sample is the same in either order. Channels last it has vectors.
