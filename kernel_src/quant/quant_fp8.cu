@@ -202,17 +202,19 @@ __device__ __forceinline__ void store_codes(const Vector<uint8_t, N>& codes, uin
   }
 }
 
-// A vector from its values to its codes in memory. `bound`: of a given scale, beyond which x is out
-// of range; or infinity.
+// A vector from its values to its codes in memory. `bound`: of a given scale, beyond which the
+// dividend is out of range; or infinity.
 template <bool kForMany, typename T, int N>
 __device__ __forceinline__ void quantise(const QuantForward& p, const Vector<T, N>& vector,
                                          const ScaleDivisor& divisor, float bound, uint8_t* target,
                                          int left) {
   float values[N];
   unpack(vector, opaque(p.x_dtype), values);
+#pragma unroll
+  for (int k = 0; k < N; ++k) values[k] *= divisor.factor;
   if (bound < INFINITY) cut_off(values, bound);
 #pragma unroll
-  for (int k = 0; k < N; ++k) values[k] = divisor.quotient(values[k] * divisor.factor);
+  for (int k = 0; k < N; ++k) values[k] = divisor.quotient(values[k]);
   store_codes<kForMany>(encode<kForMany>(values, opaque(p.format)), target, left);
 }
 
@@ -223,10 +225,11 @@ __device__ __forceinline__ float scale_of(const QuantForward& p, uint32_t key) {
 
 // ---- kernels ----
 
-// The bound of a given scale, beyond which x is out of range: a number, so that infinite x are cut
-// off. But infinity over infinity is NaN.
-__device__ __forceinline__ float bound_of(const QuantForward& p, float scale) {
-  return isinf(scale) ? INFINITY : fminf(2.0f * p.limit * fabsf(scale), 3.402823466e38f);
+// The bound of a given scale, beyond which the dividend is out of range: a number, so that infinite
+// x are cut off. But infinity over infinity is NaN.
+__device__ __forceinline__ float bound_of(const QuantForward& p, const ScaleDivisor& divisor) {
+  if (p.given_scale == nullptr || isinf(*p.given_scale)) return INFINITY;
+  return 2.0f * p.limit * fabsf(divisor.scale);
 }
 
 // The scale of the group that a vector is part of; `write`: whether there are columns of it.
@@ -266,10 +269,9 @@ __global__ void __launch_bounds__(kVectors == 1 ? kQuantShortThreads : kQuantThr
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) vectors[j] = loading.finish(j);
 
-  float scale = 1.0f, bound = INFINITY;
+  float scale = 1.0f;
   if (p.given_scale != nullptr) {
     scale = *p.given_scale;
-    bound = bound_of(p, scale);
   } else if (!p.in_groups) {
     uint32_t key = 0;
 #pragma unroll
@@ -278,6 +280,7 @@ __global__ void __launch_bounds__(kVectors == 1 ? kQuantShortThreads : kQuantThr
     if (threadIdx.x == 0 && row < p.rows) p.scale[row * p.scale_row_stride] = scale;
   }
   ScaleDivisor divisor(scale);
+  const float bound = bound_of(p, divisor);
   uint8_t* target = p.q + row * p.dim + first_column;
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
@@ -316,10 +319,9 @@ __global__ void __launch_bounds__(kQuantThreads)
       f(column, left, loading.finish(0));
     }
   };
-  float scale = 1.0f, bound = INFINITY;
+  float scale = 1.0f;
   if (p.given_scale != nullptr) {
     scale = *p.given_scale;
-    bound = bound_of(p, scale);
   } else if (makes_row_scale) {
     uint32_t key = 0;
     for_each_vector(true,
@@ -328,6 +330,7 @@ __global__ void __launch_bounds__(kQuantThreads)
     if (threadIdx.x == 0 && row < p.rows) p.scale[row * p.scale_row_stride] = scale;
   }
   ScaleDivisor divisor(scale);
+  const float bound = bound_of(p, divisor);
   for_each_vector(!makes_row_scale || !is_held,
                   [&](int column, int left, const Vector<T, N>& vector) {
                     if (p.in_groups)
