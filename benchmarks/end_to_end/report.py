@@ -35,7 +35,32 @@ def summary(cases: dict[str, dict]) -> str:
     """What fuselage gains, in Markdown."""
     losses = {name: record for name, record in cases.items() if "largest_batch" in record}
     others = {name: record for name, record in cases.items() if name not in losses}
-    return "\n\n".join([f(part) for f, part in ((rows, others), (loss_rows, losses)) if part])
+    varied = {n: record for n, record in others.items() if _variants(record)}
+    parts = ((rows, others), (variant_rows, varied), (loss_rows, losses))
+    return "\n\n".join([f(part) for f, part in parts if part])
+
+
+def _variants(record: dict) -> set[str]:
+    """What is patched otherwise in some columns: "fp8" of "eager + fuselage + fp8"."""
+    return {name.split(" + ")[2] for name in record["columns"] if name.count(" + ") == 2}
+
+
+def variant_rows(cases: dict[str, dict]) -> str:
+    """One row for each variant of a scenario."""
+    lines = [
+        "| scenario | variant | eager: ms | over plain eager | compiled: ms | over plain compiled "
+        "| outputs differ by |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for scenario, record in cases.items():
+        for variant in sorted(_variants(record)):
+            cells = [f"`{scenario}`", variant]
+            for mode in ("eager", "torch.compile"):
+                column = record["columns"][f"{mode} + fuselage + {variant}"]
+                times = column["milliseconds"]
+                cells += [f"{times['median']:.1f}", over(record["columns"], mode, times)]
+            lines.append("| " + " | ".join([*cells, f"{column['error']:.2f}"]) + " |")
+    return "\n".join(lines)
 
 
 def loss_rows(cases: dict[str, dict]) -> str:
@@ -64,7 +89,8 @@ def rows(cases: dict[str, dict]) -> str:
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for scenario, record in cases.items():
-        cells = [f"`{scenario}`", record["title"]]
+        layers = [f" ({note})" for note in record["notes"] if note.endswith(" layers")]
+        cells = [f"`{scenario}`", record["title"] + "".join(layers)]
         for name in ("eager", "torch.compile"):
             pair = [record["columns"].get(n) for n in (name, f"{name} + fuselage")]
             times = [c and c["milliseconds"]["median"] * record["per_sample"] for c in pair]
