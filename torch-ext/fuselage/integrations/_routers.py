@@ -407,8 +407,12 @@ def _forward(options: _Options) -> Callable:
         """Whether all is as it was when it was tried: a user may choose more experts since."""
         if x.dim() not in options.dims or x.dtype not in _probe.DTYPES or _probe.autocasts(x):
             return False
-        if _tensor(module, tensors.weight).dtype not in _probe.DTYPES:
+        weight = _tensor(module, tensors.weight)
+        if weight.dtype not in _probe.DTYPES:
             return False
+        calls_linear = options.linear.startswith("a submodule")
+        if not calls_linear and weight.numel() != tensors.experts * tensors.hidden:
+            return False  # partitioned, by hooks of a submodule that is not called
         if options.bias:  # hooks of a submodule may gather it, but that is not called
             bias = _tensor(module, options.bias)
             if bias.numel() != tensors.experts or bias.device != x.device:
