@@ -442,23 +442,38 @@ FUSELAGE_HIDDEN void group_norm_whole(const GroupNormForward& p, int64_t begin, 
   });
 }
 
-FUSELAGE_HIDDEN void group_norm_moments(const GroupNormForward& p, int64_t begin, int64_t end) {
+// Of pieces [begin, end), chunks of a sample that is channels last, or else of a group or a plane:
+// columns(x, sample, chunk) or flat(x, its number among those of all samples, chunk).
+template <class Params, class Columns, class Flat>
+FUSELAGE_INLINE void group_norm_for_pieces(const Params& p, int64_t begin, int64_t end,
+                                           Columns columns, Flat flat) {
   visit_dtype(p.dtype, [&](auto x) {
-    using X = decltype(x);
     const bool channels_last = group_norm_channels_last(p);
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t outer = i / p.chunks, chunk = i % p.chunks;
       if (channels_last) {
-        group_norm_column_moments(group_norm_sample<X>(p, outer), p.channels,
-                                  rows_of_chunk(p.positions, chunk, p.chunks),
-                                  p.partials + 2 * i * p.channels);
-        continue;
+        columns(x, i / p.chunks, i % p.chunks);
+      } else {
+        flat(x, i / p.chunks, i % p.chunks);
       }
-      const RowRange range = rows_of_chunk(p.group_size, chunk, p.chunks);
-      const X* group = group_norm_sample<X>(p, outer / p.groups) + outer % p.groups * p.group_size;
-      group_norm_flat_moments(group + range.begin, range.end - range.begin, p.partials + 2 * i);
     }
   });
+}
+
+FUSELAGE_HIDDEN void group_norm_moments(const GroupNormForward& p, int64_t begin, int64_t end) {
+  group_norm_for_pieces(
+      p, begin, end,
+      [&](auto x, int64_t sample, int64_t chunk) {
+        group_norm_column_moments(group_norm_sample<decltype(x)>(p, sample), p.channels,
+                                  rows_of_chunk(p.positions, chunk, p.chunks),
+                                  p.partials + 2 * (sample * p.chunks + chunk) * p.channels);
+      },
+      [&](auto x, int64_t group, int64_t chunk) {
+        const RowRange range = rows_of_chunk(p.group_size, chunk, p.chunks);
+        const auto* first =
+            group_norm_sample<decltype(x)>(p, group / p.groups) + group % p.groups * p.group_size;
+        group_norm_flat_moments(first + range.begin, range.end - range.begin,
+                                p.partials + 2 * (group * p.chunks + chunk));
+      });
 }
 
 FUSELAGE_HIDDEN void group_norm_combine(const GroupNormForward& p, int64_t begin, int64_t end) {
@@ -466,35 +481,29 @@ FUSELAGE_HIDDEN void group_norm_combine(const GroupNormForward& p, int64_t begin
 }
 
 FUSELAGE_HIDDEN void group_norm_apply(const GroupNormForward& p, int64_t begin, int64_t end) {
-  visit_dtype(p.dtype, [&](auto x) {
-    using X = decltype(x);
-    const bool channels_last = group_norm_channels_last(p);
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t outer = i / p.chunks, chunk = i % p.chunks;
-      if (channels_last) {
-        group_norm_column_apply<X>(p, outer, rows_of_chunk(p.positions, chunk, p.chunks));
-      } else {
-        group_norm_flat_apply<X>(p, p.statistics + 2 * outer, outer / p.groups, outer % p.groups,
-                                 rows_of_chunk(p.group_size, chunk, p.chunks));
-      }
-    }
-  });
+  group_norm_for_pieces(
+      p, begin, end,
+      [&](auto x, int64_t sample, int64_t chunk) {
+        group_norm_column_apply<decltype(x)>(p, sample,
+                                             rows_of_chunk(p.positions, chunk, p.chunks));
+      },
+      [&](auto x, int64_t group, int64_t chunk) {
+        group_norm_flat_apply<decltype(x)>(p, p.statistics + 2 * group, group / p.groups,
+                                           group % p.groups,
+                                           rows_of_chunk(p.group_size, chunk, p.chunks));
+      });
 }
 
 FUSELAGE_HIDDEN void group_norm_backward_partials(const GroupNormBackward& p, int64_t begin,
                                                   int64_t end) {
-  visit_dtype(p.dtype, [&](auto x) {
-    using X = decltype(x);
-    const bool channels_last = group_norm_channels_last(p);
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t outer = i / p.chunks, chunk = i % p.chunks;
-      if (channels_last) {
-        group_norm_column_gradient_sums<X>(p, outer, chunk);
-      } else {
-        group_norm_flat_sums<X>(p, outer / p.channels, outer % p.channels, chunk);
-      }
-    }
-  });
+  group_norm_for_pieces(
+      p, begin, end,
+      [&](auto x, int64_t sample, int64_t chunk) {
+        group_norm_column_gradient_sums<decltype(x)>(p, sample, chunk);
+      },
+      [&](auto x, int64_t plane, int64_t chunk) {
+        group_norm_flat_sums<decltype(x)>(p, plane / p.channels, plane % p.channels, chunk);
+      });
 }
 
 FUSELAGE_HIDDEN void group_norm_backward_sums(const GroupNormBackward& p, int64_t begin,
@@ -505,18 +514,14 @@ FUSELAGE_HIDDEN void group_norm_backward_sums(const GroupNormBackward& p, int64_
 }
 
 FUSELAGE_HIDDEN void group_norm_backward_x(const GroupNormBackward& p, int64_t begin, int64_t end) {
-  visit_dtype(p.dtype, [&](auto x) {
-    using X = decltype(x);
-    const bool channels_last = group_norm_channels_last(p);
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t outer = i / p.chunks, chunk = i % p.chunks;
-      if (channels_last) {
-        group_norm_column_gradient<X>(p, outer, chunk);
-      } else {
-        group_norm_flat_gradient<X>(p, outer / p.channels, outer % p.channels, chunk);
-      }
-    }
-  });
+  group_norm_for_pieces(
+      p, begin, end,
+      [&](auto x, int64_t sample, int64_t chunk) {
+        group_norm_column_gradient<decltype(x)>(p, sample, chunk);
+      },
+      [&](auto x, int64_t plane, int64_t chunk) {
+        group_norm_flat_gradient<decltype(x)>(p, plane / p.channels, plane % p.channels, chunk);
+      });
 }
 
 FUSELAGE_HIDDEN void group_norm_backward_channels(const GroupNormBackward& p, int64_t begin,
