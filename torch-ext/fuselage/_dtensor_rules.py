@@ -272,7 +272,7 @@ class Rule:
 
     def result(self, call: Call, name: str, targets: Targets) -> Like | None:
         """The argument that a result is like, and where it is."""
-        if name in ("rstd", "statistics"):
+        if name == "statistics" or name.endswith("rstd"):
             return None
         source = self.source(call, name)
         placements = [self.placement(call, source, call[source], target) for target in targets]

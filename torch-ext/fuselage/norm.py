@@ -326,6 +326,9 @@ def _rms_norm_add_rms_norm_backward(ctx, grad_out, grad_new_residual):
         )
     grad_x = grad_post_weight = None
     if needs_x or needs_post:
+        # NOTE: the forward may have moved a DTensor x to where the sum is, and its rstd are there.
+        if getattr(x, "placements", None) != getattr(new_residual, "placements", None):
+            x = x.detach().redistribute(placements=new_residual.placements)
         grad_x, grad_post_weight = _rms_norm_bwd(
             *(grad_sum, None, x, post_weight, post_rstd, ctx.weight_offset, needs_x, needs_post)
         )
