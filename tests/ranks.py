@@ -18,10 +18,13 @@ from types import ModuleType
 
 import torch
 from harness import normal
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 SECONDS = 180
+
+_meshes: dict[tuple, DeviceMesh] = {}  # of a rank's process
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -43,11 +46,16 @@ class Rank:
     fuselage: ModuleType
 
     def mesh(self, *sizes: int, names: tuple[str, ...] | None = None):
-        """A mesh of all ranks, in one dimension unless sizes are given."""
-        from torch.distributed.device_mesh import init_device_mesh
+        """A mesh of all ranks, in one dimension unless sizes are given.
 
-        kind = self.device.partition(":")[0]
-        return init_device_mesh(kind, sizes or (self.count,), mesh_dim_names=names)
+        NOTE: made once. Each has process groups of its own, which stay, and whose Gloo threads wake
+        up a hundred times a second: those of a whole run of the tests took more than half a core.
+        """
+        sizes = sizes or (self.count,)
+        if (sizes, names) not in _meshes:
+            kind = self.device.partition(":")[0]
+            _meshes[sizes, names] = init_device_mesh(kind, sizes, mesh_dim_names=names)
+        return _meshes[sizes, names]
 
 
 def distributed(t: torch.Tensor, mesh, *placements) -> DTensor:
