@@ -111,6 +111,22 @@ def test_each_difference_is_one(tmp_path: Path):
     assert differences == {*NOT_GIVEN}
 
 
+def test_sources_of_gpus_are_compiled_for_amds():
+    """With flags of their own: those of nvcc are not even asked for."""
+    hip = Toolchain(
+        Compiler("g++", ""),
+        Torch(Path("/torch"), "2.13.0", None, "7.1"),
+        Path("/python"),
+        hip=Compiler("hipcc", ""),
+    )
+    units = [u for u in plan(load(REPO_DIR), "rocm", hip, None, OPS) if u.source.endswith(".cu")]
+    assert units
+    for unit in units:
+        archs = [flag for flag in unit.flags if flag.startswith("--offload-arch")]
+        assert unit.rule == "hip" and archs == ["--offload-arch=gfx90a", "--offload-arch=gfx942"]
+        assert "-x hip" in " ".join(unit.flags) and "-gencode" not in unit.flags
+
+
 @pytest.mark.parametrize("backend", OFFICIAL_LINK)
 def test_what_links_is_the_same_in_the_same_order(backend: str, tmp_path: Path):
     units = plan(load(REPO_DIR), backend, tools(tmp_path), None, OPS)

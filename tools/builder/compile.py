@@ -201,26 +201,16 @@ def plan(
             if source.endswith(".cu"):
                 rule = "cuda" if backend == "cuda" else "hip"
                 label = f"{source} ({' '.join(section_archs)})"
-            extra = {
-                "cxx": [
-                    *_CXX_FLAGS,
-                    f"-std=gnu++{standard}",
-                    *section.cxx_flags,
-                    *sanitizer_flags(tools),
-                ],
-                "cuda": [
-                    *_CUDA_FLAGS,
-                    f"-std=c++{standard}",
-                    *(flags_for_cuda(section.gpu_flags, cuda) if cuda else []),
-                    *gencode_flags(section_archs, shared_ptx),
-                ],
-                "hip": [
-                    *_HIP_FLAGS,
-                    f"-std=gnu++{standard}",
-                    *section.gpu_flags,
-                    *(f"--offload-arch={arch}" for arch in section_archs),
-                ],
-            }[rule]
+            if rule == "cxx":
+                extra = [*_CXX_FLAGS, f"-std=gnu++{standard}", *section.cxx_flags]
+                extra += sanitizer_flags(tools)
+            elif rule == "cuda":
+                extra = [*_CUDA_FLAGS, f"-std=c++{standard}"]
+                extra += flags_for_cuda(section.gpu_flags, tools.cuda.version)
+                extra += gencode_flags(section_archs, shared_ptx)
+            else:
+                extra = [*_HIP_FLAGS, f"-std=gnu++{standard}", *section.gpu_flags]
+                extra += [f"--offload-arch={arch}" for arch in section_archs]
             units.append(Unit(source, f"../obj/{source}.o", rule, (*extra, *flags), label))
     units.append(Unit(GLIBC_SHIM, f"../obj/{GLIBC_SHIM}.o", "cxx", tuple(_CXX_FLAGS), GLIBC_SHIM))
     return units
