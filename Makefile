@@ -27,7 +27,7 @@ CODE = $(shell find kernel_src torch-ext tests \( -name '*.h' -o -name '*.cpp' -
          ! -path torch-ext/registration.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build build-cpu build-cuda test test-all ci-test fuzz sanitize lint format \
+.PHONY: help demo build build-cpu build-cuda test test-all ci-test fuzz sanitize emulate-gpu lint format \
   bench tune check-hip check-abi official-build check-compliance check-size docs clean \
   test-torch-matrix check-reproducible site
 
@@ -67,6 +67,9 @@ fuzz: build  ## random calls of every function for a minute (CASE='op seed' repl
 
 sanitize: $(ENVIRONMENT)  ## tests and fuzzer under sanitizers (SANITIZE="--device cuda": on a GPU)
 	$(PYTHON) tools/sanitize.py $(SANITIZE)
+
+emulate-gpu: $(ENVIRONMENT)  ## tests of the GPU kernels, as ROCm has them, without a GPU (EMULATE=--all)
+	$(PYTHON) tools/emulate_gpu.py $(EMULATE)
 
 # NOTE: actionlint would run shellcheck and pyflakes where they happen to be.
 lint: $(ENVIRONMENT)  ## ruff, clang-format, 100 columns, build.toml's sources, tuning, the workflows

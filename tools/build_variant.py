@@ -59,6 +59,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--sanitize", action="store_true", help="C++ under AddressSanitizer and UBSan (--output)"
     )
+    parser.add_argument(
+        "--emulate-gpu",
+        action="store_true",
+        help="a variant for the CPU whose operators run the kernels of GPUs, as ROCm has them, on "
+        "tests/emulated_gpu (--output)",
+    )
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--check", action="store_true", help="only check build.toml and sources")
     return parser.parse_args(arguments)
@@ -116,7 +122,9 @@ def _best_match(capability: str, config: BuildConfig) -> str:
     return max(runs, key=lambda arch: int(arch.split(".")[1]))
 
 
-def find_tools(backend: str, torch: toolchain.Torch, sanitize: bool) -> tuple[Toolchain, str]:
+def find_tools(
+    backend: str, torch: toolchain.Torch, options: argparse.Namespace
+) -> tuple[Toolchain, str]:
     """The toolchain for `backend`, and the tag of the variant's name."""
     tools = Toolchain(
         cxx=toolchain.find_cxx(),
@@ -124,7 +132,8 @@ def find_tools(backend: str, torch: toolchain.Torch, sanitize: bool) -> tuple[To
         python_include=toolchain.find_python_headers(),
         cuda=toolchain.find_cuda() if backend == "cuda" else None,
         hip=toolchain.find_hip() if backend == "rocm" else None,
-        sanitize=sanitize,
+        sanitize=options.sanitize,
+        emulate_gpu=options.emulate_gpu,
     )
     if backend == "cuda":
         return tools, "cu{}{}".format(*tools.cuda.version)
@@ -177,15 +186,19 @@ def build(options: argparse.Namespace) -> Path:
     if options.check:
         print("build.toml is valid and lists every source")
         return output
-    if options.sanitize and options.output is None:
-        raise BuildError("--sanitize needs an --output of its own: what it makes is no release")
+    for option in ("sanitize", "emulate_gpu"):
+        if getattr(options, option) and options.output is None:
+            name = option.replace("_", "-")
+            raise BuildError(f"--{name} needs an --output of its own: what it makes is no release")
+    if options.emulate_gpu and options.backend != "cpu":
+        raise BuildError("--emulate-gpu makes a variant for the CPU: pass --backend cpu")
     if not options.ptx:
         config = without_ptx(config)
     torch = toolchain.find_torch(min(map(config.abi_version, config.stable_abi)))
     automatic = options.backend == "auto"
     backend, reason = choose_backend(torch) if automatic else (options.backend, "as asked")
     wanted = choose_archs(options.archs, backend, automatic, config)
-    tools, tag = find_tools(backend, torch, options.sanitize)
+    tools, tag = find_tools(backend, torch, options)
     identity = identify(config, options.unique_id)
     ops_name = identity.ops_name(config, backend)
     name = package.variant_name(config, tag, platform.machine())
@@ -193,10 +206,11 @@ def build(options: argparse.Namespace) -> Path:
     print(f"{name}: {ops_name} ({reason}; torch {torch.version})", flush=True)
 
     with locked(work) as lock:
-        units = compiling.plan(config, backend, tools, wanted, ops_name, shared_ptx=not options.ptx)
+        of = "rocm" if options.emulate_gpu else backend
+        units = compiling.plan(config, of, tools, wanted, ops_name, shared_ptx=not options.ptx)
         library = f"{ops_name}.abi3.so"
         ninja = compiling.ninja_file(units, tools, backend, library, options.jobs)
-        compiling.sync_sources(config, backend, tools, work)
+        compiling.sync_sources(config, of, tools, work)
         compiling.write_if_changed(work / "build.ninja", ninja.encode())
         compiled = run_ninja(work, units, options.jobs, lock)
         archs = {

@@ -69,6 +69,7 @@ class Toolchain:
     cuda: Cuda | None = None
     hip: Compiler | None = None
     sanitize: bool = False
+    emulate_gpu: bool = False  # the sections of ROCm, for tests/emulated_gpu
 
     def describe(self) -> str:
         """One line a tool; a change of it recompiles everything."""
@@ -188,6 +189,8 @@ def plan(
     """
     standard = _standard(tools.torch)
     shared = [*_definitions(config, backend), *_system_includes(tools)]
+    if tools.emulate_gpu:
+        shared.append("-DFUSELAGE_EMULATED_GPU")
     cuda = tools.cuda.version if tools.cuda else None
     units = []
     for section in config.for_backend(backend):
@@ -198,12 +201,14 @@ def plan(
             if _mentions_id(config, section, source, backend):
                 flags.append(f"-D{ID_MACRO}={ops_name}")
             rule, label = "cxx", source
-            if source.endswith(".cu"):
+            if source.endswith(".cu") and tools.emulate_gpu:
+                flags += EMULATED_GPU_FLAGS
+            elif source.endswith(".cu"):
                 rule = "cuda" if backend == "cuda" else "hip"
                 label = f"{source} ({' '.join(section_archs)})"
             if rule == "cxx":
                 extra = [*_CXX_FLAGS, f"-std=gnu++{standard}", *section.cxx_flags]
-                extra += sanitizer_flags(tools)
+                extra += sanitizer_flags(tools) or (["-O1"] if tools.emulate_gpu else [])
             elif rule == "cuda":
                 extra = [*_CUDA_FLAGS, f"-std=c++{standard}"]
                 extra += flags_for_cuda(section.gpu_flags, tools.cuda.version)
@@ -212,6 +217,9 @@ def plan(
                 extra = [*_HIP_FLAGS, f"-std=gnu++{standard}", *section.gpu_flags]
                 extra += [f"--offload-arch={arch}" for arch in section_archs]
             units.append(Unit(source, f"../obj/{source}.o", rule, (*extra, *flags), label))
+    if tools.emulate_gpu:
+        flags = (*_CXX_FLAGS, *EMULATED_GPU_FLAGS, *sanitizer_flags(tools))
+        units.append(Unit(EMULATED_GPU, f"../obj/{EMULATED_GPU}.o", "cxx", flags, EMULATED_GPU))
     units.append(Unit(GLIBC_SHIM, f"../obj/{GLIBC_SHIM}.o", "cxx", tuple(_CXX_FLAGS), GLIBC_SHIM))
     return units
 
@@ -224,6 +232,14 @@ _CXX_FLAGS = "-O3 -DNDEBUG -fPIC -fno-gnu-unique".split()
 # time, and optimises less of what is undefined away before it is seen.
 SANITIZER_FLAGS = (
     "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+).split()
+
+# Sources of GPU kernels as C++ for a CPU. Past the section's flags, as above. Products and sums are
+# fused, as GPU compilers have them. Other fibers change shared memory, which is static here.
+EMULATED_GPU = "tests/emulated_gpu/emulated_gpu.cpp"
+EMULATED_GPU_FLAGS = (
+    "-x c++ -O1 -mavx2 -mfma -mf16c -ffp-contract=fast -fno-ipa-reference "
+    "-fvisibility=hidden -D__HIPCC__ -Itests/emulated_gpu"
 ).split()
 
 _CUDA_FLAGS = "-O3 -DNDEBUG -Xcompiler=-fPIC --expt-relaxed-constexpr -DENABLE_FP8".split()
@@ -283,6 +299,10 @@ def sync_sources(config: BuildConfig, backend: str, tools: Toolchain, work: Path
         for section in config.for_backend(backend)
         for path in section.src
     }
+    if tools.emulate_gpu:
+        wanted = {path: for_emulated_gpu(content) for path, content in wanted.items()}
+        for path in (config.root / EMULATED_GPU).parent.rglob("*.*"):
+            wanted[path.relative_to(config.root).as_posix()] = path.read_bytes()
     wanted[GENERATED_HEADER] = REGISTRATION_H.encode()
     wanted[GLIBC_SHIM] = GLIBC_SHIM_CPP.encode()
     wanted["toolchain.txt"] = tools.describe().encode()
@@ -292,6 +312,18 @@ def sync_sources(config: BuildConfig, backend: str, tools: Toolchain, work: Path
             path.unlink()
     for name, content in wanted.items():
         write_if_changed(folder / name, content)
+
+
+_DYNAMIC_SHARED = re.compile(rb"extern __shared__ (?:__align__\(\d+\) )?([\w:]+) (\w+)\[\];")
+_LAUNCH = re.compile(rb"(\w+)<<<(\w+), (\w+), (\w+), \w+>>>\(")
+
+
+def for_emulated_gpu(content: bytes) -> bytes:
+    """A source without the two things that C++ has no words for."""
+    content = _DYNAMIC_SHARED.sub(
+        rb"\1* const \2 = static_cast<\1*>(::emulated_gpu::dynamic_shared());", content
+    )
+    return _LAUNCH.sub(rb"::emulated_gpu::launch(\1, \2, \3, \4, ", content)
 
 
 def write_if_changed(path: Path, content: bytes) -> bool:

@@ -20,7 +20,7 @@ inline int64_t tasks_of(int64_t elements_each) {
   return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, elements_each));
 }
 
-#if defined(FUSELAGE_GPU)
+#if defined(FUSELAGE_GPU) && !defined(FUSELAGE_EMULATED_GPU)
 // Makes a device current while it lives, and knows the stream to launch on.
 class OnDevice {
  public:
@@ -57,6 +57,11 @@ void on_threads(const Params& p, int64_t count, int64_t elements_each) {
 // `gpu::` to link to.
 template <typename OnCpu, typename OnGpu>
 void launch(const char* op, const Tensor& x, const OnCpu& on_cpu, const OnGpu& on_gpu) {
+#if defined(FUSELAGE_EMULATED_GPU)  // of tests/emulated_gpu, whose memory is that of the CPU
+  static_cast<void>(x), static_cast<void>(on_cpu);
+  const char* error = on_gpu(0, nullptr);
+  FUSELAGE_CHECK(op, error == nullptr, error);
+#else
   if (x.is_cpu()) return on_cpu();
 #if defined(FUSELAGE_GPU)
   const int32_t device = x.get_device_index();
@@ -65,6 +70,7 @@ void launch(const char* op, const Tensor& x, const OnCpu& on_cpu, const OnGpu& o
   FUSELAGE_CHECK(op, error == nullptr, error);
 #else
   static_cast<void>(op), static_cast<void>(on_gpu);
+#endif
 #endif
 }
 

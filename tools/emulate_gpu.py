@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+"""Runs the GPU kernels without a GPU: their sources as ROCm has them, on tests/emulated_gpu.
+
+Builds a variant for the CPU whose operators are those kernels, into build/.emulated_gpu. Runs the
+families' quick tests with it on wavefronts of 64 lanes, and those marked kernels_ci again on warps
+of 32, whose threads and blocks run in the opposite order. What depends on the order, as where a
+barrier is missing, has other results in one of them.
+
+    python tools/emulate_gpu.py
+    python tools/emulate_gpu.py --all            # all of them in both orders
+    python tools/emulate_gpu.py -- -x tests/norm -k rms_norm
+
+Not seen here: kernels that only NVIDIA GPUs have (of clusters, bulk copies and tensor cores), the
+instructions of a GPU, and threads that run at the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPO_DIR = Path(__file__).resolve().parent.parent
+OUTPUT = REPO_DIR / "build/.emulated_gpu"
+FAMILIES = ("gate", "loss", "norm", "quant", "rope", "route", "sample")
+
+FORWARDS = {"EMULATED_GPU_WARP": "64"}
+BACKWARDS = {"EMULATED_GPU_WARP": "32", "EMULATED_GPU_BACKWARDS": "1"}
+
+# Tests of what a CPU promises, and a GPU with 64 KB of shared memory does not.
+LEFT_OUT = {
+    # Weight gradients of rows off a boundary: docs/design-decisions.md.
+    "norm/test_rms_norm.py::test_bits_wherever_a_tensor_begins": None,
+    # Short rows of fused_mul_poly_norm are laid out otherwise on a GPU.
+    "norm/test_grouped_poly_norm.py::test_each_expert_is_a_fused_mul_poly_norm": "cpu-96-float32",
+    # A GPU looks for unused rows only where a sum may be used.
+    "norm/test_shard_norm.py::test_a_row_that_overflowed_and_is_not_used": None,
+    # Is compared with the tanh of PyTorch on a CPU, which errs by half as much as a GPU's.
+    "gate/test_activations.py::test_tanh_is_as_accurate_as_pytorch": None,
+}
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--all", action="store_true", help="all quick tests in both orders")
+    parser.add_argument("pytest", nargs="*", help="options and tests, after --")
+    return parser.parse_args(arguments)
+
+
+def run(title: str, command: list[str], environment: dict[str, str]) -> None:
+    """Runs a step; the first that fails is the last."""
+    started = time.monotonic()
+    print(f"--- {title}", flush=True)
+    code = subprocess.run(command, cwd=REPO_DIR, env={**os.environ, **environment}).returncode
+    print(f"--- {title}: exit code {code} after {time.monotonic() - started:.0f} s", flush=True)
+    if code != 0:
+        sys.exit(code)
+
+
+def main() -> None:
+    options = parse_arguments()
+    builder = [sys.executable, "tools/build_variant.py", "--backend", "cpu", "--emulate-gpu"]
+    run("build", [*builder, "--output", str(OUTPUT)], {})
+    (variant,) = OUTPUT.glob("torch-*-cpu-*")
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    pytest += ["--numprocesses=auto", "--dist=worksteal"]
+    for test, parameters in LEFT_OUT.items():
+        pytest += ["--deselect", f"tests/{test}" + (f"[{parameters}]" if parameters else "")]
+    pytest += options.pytest or [f"tests/{family}" for family in FAMILIES]
+    environment = {"FUSELAGE_KERNEL_DIR": str(variant), "OMP_NUM_THREADS": "1"}
+    fewer = "not slow" if options.all else "kernels_ci and not slow"
+    run("forwards", [*pytest, "-m", "not slow"], {**environment, **FORWARDS})
+    run("backwards", [*pytest, "-m", fewer], {**environment, **BACKWARDS})
+
+
+if __name__ == "__main__":
+    main()
