@@ -167,13 +167,13 @@ SPECIAL = {
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("special", SPECIAL)
 @each_style
-@pytest.mark.parametrize("copies", [1, 64, 1024, 10_000])
-def test_special_values(fuselage, device, special, style, copies):
+def test_special_values(fuselage, device, special, style):
     """As the formula has them: in the row or group, and nowhere else."""
-    x = torch.tensor(SPECIAL[special] * copies, device=device)
-    rows = torch.stack((torch.ones_like(x), x, torch.full_like(x, -2.0)))
-    rows[2, -1] = x[0]
-    check(fuselage, rows, **options_of(style, device))
+    for copies in (1, 64, 1024, 10_000):
+        x = torch.tensor(SPECIAL[special] * copies, device=device)
+        rows = torch.stack((torch.ones_like(x), x, torch.full_like(x, -2.0)))
+        rows[2, -1] = x[0]
+        check(fuselage, rows, **options_of(style, device))
 
 
 @pytest.mark.kernels_ci

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -276,25 +277,21 @@ SPECIAL = {
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("groups", [None, 2])
-@pytest.mark.parametrize("copies", [1, 16, 128])
-def test_special_logits(fuselage, device, special, score, groups, copies):
+def test_special_logits(fuselage, device, special, score, groups):
     """The indices are those of a sort in which NaN is the largest, and weights are PyTorch's."""
-    logits = torch.tensor(SPECIAL[special] * copies, device=device)[None]
     options = {"score": score, "num_groups": groups, "topk_groups": groups and 1}
     is_clear = score == "softmax" or groups is None or special not in ("extreme", "far apart")
-    for k in (1, 3, 4):
-        for renormalize in (True, False):
-            found = fuselage.topk_softmax(logits, k, renormalize=renormalize, **options)
-            check_indices(found.indices, logits.shape[-1])
-            expected = reference.topk_softmax(
-                logits.double(), k, renormalize=renormalize, **options
+    for copies, k, renormalize in itertools.product((1, 16, 128), (1, 3, 4), (True, False)):
+        logits = torch.tensor(SPECIAL[special] * copies, device=device)[None]
+        found = fuselage.topk_softmax(logits, k, renormalize=renormalize, **options)
+        check_indices(found.indices, logits.shape[-1])
+        expected = reference.topk_softmax(logits.double(), k, renormalize=renormalize, **options)
+        if is_clear:
+            assert torch.equal(found.indices, expected.indices)
+            torch.testing.assert_close(
+                *(found.weights.double(), expected.weights),
+                **{"equal_nan": True, "rtol": 2e-6, "atol": 1e-37},
             )
-            if is_clear:
-                assert torch.equal(found.indices, expected.indices)
-                torch.testing.assert_close(
-                    *(found.weights.double(), expected.weights),
-                    **{"equal_nan": True, "rtol": 2e-6, "atol": 1e-37},
-                )
 
 
 @pytest.mark.kernels_ci

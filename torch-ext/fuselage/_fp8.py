@@ -97,10 +97,8 @@ def product(q, scale, weight, weight_scale, bias, dtype, recipe, fast_accum, emu
         out = q.new_zeros((*q.shape[:-1], weight.shape[0]), dtype=dtype)
         return out if bias is None else out + bias.to(dtype)
     if emulated:
-        x = _dequantized_rows(q, scale, recipe).to(dtype)
-        weight = dequantized(weight, weight_scale, recipe, dtype)
         with torch.autocast(q.device.type, enabled=False):
-            return F.linear(x, weight, None if bias is None else bias.to(dtype))
+            return _emulated(q, scale, weight, weight_scale, bias, dtype, recipe)
     lead, rows = q.shape[:-1], None
     if len(lead) != 1:
         q, scale = q.reshape(-1, q.shape[-1]), scale.reshape(-1, scale.shape[-1])
@@ -123,6 +121,16 @@ def product(q, scale, weight, weight_scale, bias, dtype, recipe, fast_accum, emu
     out = out if rows is None else out[:rows]
     out = (out if len(lead) == 1 else out.reshape(*lead, weight.shape[0])).to(dtype)
     return out if bias is None or fuses_bias else out + bias.to(dtype)
+
+
+def _emulated(q, scale, weight, weight_scale, bias, dtype, recipe):
+    if recipe == "rowwise" and dtype == torch.bfloat16:
+        # It holds every q, so that only the product is rounded. (float16 would overflow.)
+        out = F.linear(q.to(dtype), weight.to(dtype)).float() * scale * weight_scale[:, 0]
+        return (out if bias is None else out + bias.float()).to(dtype)
+    x = _dequantized_rows(q, scale, recipe).to(dtype)
+    weight = dequantized(weight, weight_scale, recipe, dtype)
+    return F.linear(x, weight, None if bias is None else bias.to(dtype))
 
 
 def _is_bfloat16(bias: Optional[torch.Tensor]) -> bool:
