@@ -135,7 +135,7 @@ def add(
 
 
 # How the names of files begin whose cases are no single operators.
-_OTHERS = ("end_to_end_", "linear_loss_", "load_time_", "sequence_parallel_")
+_OTHERS = ("end_to_end_", "fp8_accuracy_", "linear_loss_", "load_time_", "sequence_parallel_")
 
 
 def stored_files(folder: Path = FOLDER) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/benchmarks.md, docs/distributed.md, docs/tuning.md and
+"""Writes the tables of docs/benchmarks.md, docs/distributed.md, docs/fp8.md, docs/tuning.md and
 benchmarks/results/README.md.
 
 python -m benchmarks.roofline.tables            # rewrite them, between their markers
@@ -79,6 +79,13 @@ def linear_loss() -> str:
     return _of("linear_loss", table)
 
 
+def fp8_accuracy() -> str:
+    """Markdown for every device: what float8 costs whole models in accuracy."""
+    from ..fp8_accuracy import table
+
+    return _of("fp8_accuracy", table)
+
+
 def _of(benchmark: str, write: Callable[[dict], str]) -> str:
     parts = []
     for stored in map(results.load, results.stored_of(benchmark)):
@@ -90,7 +97,7 @@ def _of(benchmark: str, write: Callable[[dict], str]) -> str:
 def _title(stored: dict, records: list[dict]) -> str:
     environment = stored["environment"]
     packages = {"Torch": "torch", "Triton": "triton", "Liger": "liger-kernel"}
-    packages |= {"transformers": "transformers", "diffusers": "diffusers"}
+    packages |= {name: name for name in ("transformers", "diffusers", "torchao")}
     software = [f"{k} {environment[v]}" for k, v in packages.items() if environment.get(v)]
     commits = sorted({_commit(record) for record in records})
     dates = sorted({record["date"] for record in records})
@@ -211,6 +218,7 @@ def tuning(folder: Path = REPO / "torch-ext/fuselage/tuning") -> str:
 PAGES = {
     REPO / "docs/tuning.md": {"tuning": tuning},
     REPO / "docs/distributed.md": {"sequence_parallel": sequence_parallel},
+    REPO / "docs/fp8.md": {"fp8_accuracy": fp8_accuracy},
     REPO / "docs/benchmarks.md": {
         "results": summary,
         "linear_loss": linear_loss,
