@@ -1,4 +1,4 @@
-// The threads of emulated_gpu: fibers, on one thread of the CPU. See include/hip/hip_runtime.h.
+// The threads of emulated_gpu: fibers, on one thread of the CPU. See hip/hip_runtime.h.
 #include <hip/hip_runtime.h>
 
 #include <sys/mman.h>
@@ -22,7 +22,7 @@ namespace {
 enum class Wait { nothing, barrier, shuffle, vote };
 
 constexpr size_t kStack = 256 << 10;  // bytes of a thread's
-constexpr int kMostThreads = 1024, kMostShared = 64 << 10;
+constexpr int kMostThreads = 1024, kMostGrid = 65535, kMostShared = 64 << 10;
 
 // ---- switching stacks ----
 
@@ -227,9 +227,11 @@ void* dynamic_shared() { return shared_memory; }
 
 void run(dim3 grid, dim3 block, size_t shared_bytes, void (*of_thread)(void*), void* data) {
   const std::lock_guard<std::mutex> lock(one_launch);
-  count = static_cast<int>(block.x * block.y * block.z);
-  if (count < 1 || count > kMostThreads || shared_bytes > kMostShared)
-    fail("a launch is too large");
+  const uint64_t wanted = uint64_t{block.x} * block.y * block.z;
+  const bool fits = wanted <= kMostThreads && grid.y <= kMostGrid && grid.z <= kMostGrid;
+  count = 0;
+  if (wanted < 1 || !fits || shared_bytes > kMostShared) fail("a launch that no GPU takes");
+  count = static_cast<int>(wanted);
   block_size = block, grid_size = grid, body = of_thread, body_data = data;
   for (int i = 0; i < count; ++i) {
     const unsigned n = static_cast<unsigned>(i);
