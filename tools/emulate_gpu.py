@@ -43,6 +43,13 @@ LEFT_OUT = {
 }
 
 
+def chosen() -> list[str]:
+    """The families' tests, but for those."""
+    left_out = (f"tests/{t}" + (f"[{p}]" if p else "") for t, p in LEFT_OUT.items())
+    options = [word for test in left_out for word in ("--deselect", test)]
+    return [*options, *(f"tests/{family}" for family in FAMILIES)]
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -69,9 +76,7 @@ def main() -> None:
     (variant,) = OUTPUT.glob("torch-*-cpu-*")
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     pytest += ["--numprocesses=auto", "--dist=worksteal"]
-    for test, parameters in LEFT_OUT.items():
-        pytest += ["--deselect", f"tests/{test}" + (f"[{parameters}]" if parameters else "")]
-    pytest += options.pytest or [f"tests/{family}" for family in FAMILIES]
+    pytest += options.pytest or chosen()
     environment = {"FUSELAGE_KERNEL_DIR": str(variant), "OMP_NUM_THREADS": "1"}
     fewer = "not slow" if options.all else "kernels_ci and not slow"
     run("forwards", [*pytest, "-m", "not slow"], {**environment, **FORWARDS})

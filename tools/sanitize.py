@@ -2,10 +2,11 @@
 """Runs the kernels under sanitizers.
 
 On a CPU: builds the CPU variant under AddressSanitizer and UBSan into build/.sanitize, and runs the
-tests' quick part and the fuzzer with it. On a GPU: runs a program that calls every family
+tests' quick part and the fuzzer with it; `--device emulated` does the same with the GPU kernels, on
+threads that are fibers (tools/emulate_gpu.py). On a GPU: runs a program that calls every family
 (tests/fuzz/families.py) under compute-sanitizer's tools, and prints a table of their errors.
 
-    python tools/sanitize.py
+    python tools/sanitize.py [--device emulated]
     python tools/sanitize.py --device cuda [--tools memcheck,racecheck] [--seconds 45] [--seed 1]
 """
 
@@ -20,6 +21,10 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import emulate_gpu
 
 REPO_DIR = Path(__file__).resolve().parent.parent
 OUTPUT = REPO_DIR / "build/.sanitize"
@@ -77,10 +82,16 @@ def run(title: str, command: list[str], environment: dict[str, str]) -> None:
 
 def on_cpu(options: argparse.Namespace) -> None:
     builder = [sys.executable, "tools/build_variant.py", "--backend", "cpu", "--sanitize"]
-    run("build", [*builder, "--output", str(OUTPUT)], dict(os.environ))
-    (variant,) = OUTPUT.glob("torch-*-cpu-*")
+    emulated = options.device == "emulated"
+    output = OUTPUT.with_name(".sanitize_gpu") if emulated else OUTPUT
+    builder += ["--emulate-gpu"] if emulated else []
+    run("build", [*builder, "--output", str(output)], dict(os.environ))
+    (variant,) = output.glob("torch-*-cpu-*")
     environment = sanitized_environment() | {"FUSELAGE_KERNEL_DIR": str(variant)}
     pytest = [sys.executable, "-m", "pytest", *QUICK, "-k", LEFT_OUT]
+    if emulated:
+        run("tests", [*pytest, *emulate_gpu.chosen()], environment)
+        return
     run("tests", pytest, environment)
     fuzz = [sys.executable, "-m", "fuzz", *limits_of(options), "--timeout", "300"]
     run("fuzzer", fuzz, environment | {"PYTHONPATH": "tests"})
@@ -162,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "emulated", "cuda"), default="cpu")
     parser.add_argument("--tools", default=",".join(TOOLS), help="of compute-sanitizer, by commas")
     parser.add_argument(
         "--seconds", type=float, help="of the fuzzer (60), or of the calls under each tool (45)"
@@ -173,7 +184,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.seconds is None:
         options.seconds = 60 if options.device == "cpu" else 45
-    on_cpu(options) if options.device == "cpu" else on_gpu(options)
+    on_gpu(options) if options.device == "cuda" else on_cpu(options)
 
 
 if __name__ == "__main__":

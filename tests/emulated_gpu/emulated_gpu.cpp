@@ -100,8 +100,7 @@ alignas(128) char shared_memory[kMostShared];
 void start() {
   body(body_data);
   threads[current].ended = true;
-  void* unused;
-  emulated_gpu_switch(&unused, scheduler);
+  emulated_gpu_switch(&threads[current].saved, scheduler);  // never to come back
   std::abort();
 }
 

@@ -174,6 +174,19 @@ inline unsigned long long __float2ull_rz(float v) {
   if (v >= 18446744073709551616.0f) return UINT64_MAX;
   return static_cast<unsigned long long>(v);
 }
+
+// The larger and the smaller, as GPUs have them: of zeros +0 and -0, which C++ leaves open.
+inline float emulated_fmaxf(float a, float b) {
+  if (a != a || b != b) return a != a ? b : a;
+  return a > b || (a == b && !std::signbit(a)) ? a : b;
+}
+inline float emulated_fminf(float a, float b) {
+  if (a != a || b != b) return a != a ? b : a;
+  return a < b || (a == b && std::signbit(a)) ? a : b;
+}
+#define fmaxf emulated_fmaxf
+#define fminf emulated_fminf
+
 inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(static_cast<unsigned>(v)); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
