@@ -12,6 +12,9 @@ recipes of `patch(model, linear=...)`, and torchao's rowwise dynamic one for the
 - likeliest: positions of the prefill whose likeliest token is the same;
 - greedy: tokens of greedy continuations that are the same, up to the first that differs.
 
+One draw of weights says little of small differences: an error is made by few outliers. So small
+models are drawn many times, too, and errors of both rowwise recipes compared draw by draw.
+
 On a CPU all float8 products are emulated, torchao's by PyTorch's `_scaled_mm`.
 """
 
@@ -23,6 +26,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -32,7 +36,9 @@ from .roofline import results
 from .roofline.contenders import load_fuselage
 
 KINDS = ("Llama", "Qwen3", "Gemma3")
+SMALL = "small "  # the kind's own name is of its large shape
 TORCHAO = "torchao"
+ROWWISE_OF_TORCHAO = "torchao, rowwise"
 OUTLIER_COLUMNS, LARGER_COLUMN = 6, 20.0
 OUTLIER_ROWS, LARGER_ROW = 0.002, 5.0
 SPREAD = 0.3  # of the logarithms of rows' and columns' sizes
@@ -42,9 +48,10 @@ OF_PRODUCTS = ("gate_proj", "up_proj", "v_proj")  # what their results are multi
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8_accuracy", description=__doc__)
     add = parser.add_argument
-    add("--quick", action="store_true", help="small models: a test of the benchmark")
+    add("--quick", action="store_true", help="small models alone")
     add("--only", choices=KINDS, action="append", help="some of the models")
     add("--layers", type=int, default=2)
+    add("--draws", type=int, default=16, help="of the weights of small models")
     add("--tokens", type=int, default=256, help="of the prefill")
     add("--prompts", type=int, default=8, help="that are continued")
     add("--new-tokens", type=int, default=16, help="of each continuation")
@@ -133,10 +140,12 @@ def has_torchao() -> bool:
     return True
 
 
-def run_model(fuselage, device: str, kind: str, options: argparse.Namespace) -> dict:
-    torch.manual_seed(0)
-    model, title, notes = causal_model(device, options.quick, options.layers, False, kind=kind)
-    spread_weights(model.bfloat16())
+def run_model(
+    fuselage, device: str, kind: str, small: bool, options: argparse.Namespace, seed: int = 0
+) -> dict:
+    torch.manual_seed(seed)
+    model, title, notes = causal_model(device, small, options.layers, False, kind=kind)
+    spread_weights(model.bfloat16(), seed)
     exact = Answers(model.float(), options)
     model.bfloat16()  # the same numbers: they were bfloat16 before
     integration = fuselage.integrations.transformers
@@ -154,7 +163,7 @@ def run_model(fuselage, device: str, kind: str, options: argparse.Namespace) -> 
         "blockwise": partial(patched, "fp8_blockwise"),
     }
     if has_torchao():
-        contenders[f"{TORCHAO}, rowwise"] = lambda: quantised_by_torchao(model, names)
+        contenders[ROWWISE_OF_TORCHAO] = lambda: quantised_by_torchao(model, names)
     columns = {}
     for name, make in contenders.items():
         columns[name] = Answers(make(), options).compared(exact)
@@ -164,16 +173,44 @@ def run_model(fuselage, device: str, kind: str, options: argparse.Namespace) -> 
     return {"title": title, "notes": notes, "linears": len(names), "columns": columns}
 
 
+def run_draws(fuselage, device: str, kind: str, options: argparse.Namespace) -> dict:
+    """Means over draws of a small model, and the mean and noise of errors over torchao's."""
+    draws = [
+        run_model(fuselage, device, kind, True, options, seed) for seed in range(options.draws)
+    ]
+    record = {**draws[0], "draws": len(draws)}
+    errors = {
+        name: torch.tensor([draw["columns"][name]["error"] for draw in draws], dtype=torch.float64)
+        for name in record["columns"]
+    }
+    record["columns"] = {
+        name: {key: fmean(draw["columns"][name][key] for draw in draws) for key in column}
+        for name, column in record["columns"].items()
+    }
+    if ROWWISE_OF_TORCHAO in errors and len(draws) > 1:
+        ratio = errors["rowwise"] / errors[ROWWISE_OF_TORCHAO]
+        record["over_torchao"] = [ratio.mean().item(), (ratio.std() / len(draws) ** 0.5).item()]
+    return record
+
+
 def table(cases: dict[str, dict]) -> str:
     """In Markdown."""
     head = ("", "error of logits", "likeliest token the same", "greedy tokens the same")
     lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
+    notes = []
     for record in cases.values():
         model = record["title"].partition(",")[0]
+        if "draws" in record:
+            model += f", {record['draws']} draws"
         for name, c in record["columns"].items():
             lines.append(
                 f"| {model}: {name} | {c['error']:.2%} | {c['likeliest']:.0%} | {c['greedy']:.0%} |"
             )
+        if "over_torchao" in record:
+            mean, noise = record["over_torchao"]
+            notes.append(f"{model}: {mean:.3f} ± {noise:.3f}")
+    if notes:
+        lines += ["", f"Errors of rowwise over torchao's, draw by draw: {'; '.join(notes)}."]
     return "\n".join(lines)
 
 
@@ -183,8 +220,10 @@ def main(arguments: list[str] | None = None) -> int:
     fuselage = load_fuselage(device)
     cases = {}
     for kind in options.only or KINDS:
-        cases[kind] = run_model(fuselage, device, kind, options)
-        print(table({kind: cases[kind]}), flush=True)
+        cases[SMALL + kind] = run_draws(fuselage, device, kind, options)
+        if not options.quick:
+            cases[kind] = run_model(fuselage, device, kind, False, options)
+        print(table(cases), flush=True)
     if not options.quick or options.output:
         path = options.output or results.FOLDER / f"fp8_accuracy_{results.slug(device)}.json"
         results.add(path, cases, fuselage, device, "transformers", TORCHAO)

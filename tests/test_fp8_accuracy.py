@@ -21,24 +21,24 @@ def benchmark(fuselage, monkeypatch):
 
 
 def measured(benchmark, path, *options):
-    arguments = ["--quick", "--tokens", "32", "--prompts", "2", "--new-tokens", "4"]
+    arguments = ["--quick", "--tokens", "32", "--prompts", "2", "--new-tokens", "4", "--draws", "2"]
     assert benchmark.main([*arguments, *options, "--output", str(path)]) == 0
     return json.loads(path.read_text())["cases"]
 
 
 def test_both_recipes_are_compared(benchmark, tmp_path, capsys):
     """Of all linears of the blocks, float8's errors being larger than bfloat16's."""
-    case = measured(benchmark, tmp_path / "results.json", "--only", "Llama")["Llama"]
+    case = measured(benchmark, tmp_path / "results.json", "--only", "Llama")["small Llama"]
     columns = case["columns"]
     assert list(columns) == COLUMNS and case["linears"] == 2 * 7
     half, *others = (columns[name]["error"] for name in COLUMNS)
     assert 0 < half < 0.03 and all(2 * half < error < 0.3 for error in others)
     assert all(0 <= c[share] <= 1 for c in columns.values() for share in ("likeliest", "greedy"))
     output = capsys.readouterr().out
-    assert f"| small Llama: rowwise | {columns['rowwise']['error']:.2%} |" in output
+    assert f"| small Llama, 2 draws: rowwise | {columns['rowwise']['error']:.2%} |" in output
 
 
-def test_torchao_quantises_the_same_linears(benchmark, tmp_path, monkeypatch):
+def test_torchao_quantises_the_same_linears(benchmark, tmp_path, monkeypatch, capsys):
     """What it is given; the library itself is not installed here."""
     asked = []
 
@@ -49,9 +49,14 @@ def test_torchao_quantises_the_same_linears(benchmark, tmp_path, monkeypatch):
 
     monkeypatch.setattr(benchmark, "has_torchao", lambda: True)
     monkeypatch.setattr(benchmark, "quantised_by_torchao", quantised)
-    columns = measured(benchmark, tmp_path / "results.json", "--only", "Llama")["Llama"]["columns"]
-    assert len(asked[0]) == 14 and all(".layers." in name for name in asked[0])
+    case = measured(benchmark, tmp_path / "results.json", "--only", "Llama")["small Llama"]
+    columns = case["columns"]
+    assert len(asked) == 2 and len(asked[0]) == 14
+    assert all(".layers." in name for name in asked[0])
     assert columns["torchao, rowwise"] == columns["bfloat16"]  # patches were undone
+    mean, noise = case["over_torchao"]
+    assert mean > 2 and noise > 0
+    assert f"Llama, 2 draws: {mean:.3f} ± {noise:.3f}." in capsys.readouterr().out
 
 
 def test_weights_have_outliers(benchmark):
