@@ -206,11 +206,11 @@ def build(options: argparse.Namespace) -> Path:
     print(f"{name}: {ops_name} ({reason}; torch {torch.version})", flush=True)
 
     with locked(work) as lock:
-        of = "rocm" if options.emulate_gpu else backend
-        units = compiling.plan(config, of, tools, wanted, ops_name, shared_ptx=not options.ptx)
+        listed = "rocm" if options.emulate_gpu else backend
+        units = compiling.plan(config, listed, tools, wanted, ops_name, shared_ptx=not options.ptx)
         library = f"{ops_name}.abi3.so"
         ninja = compiling.ninja_file(units, tools, backend, library, options.jobs)
-        compiling.sync_sources(config, of, tools, work)
+        compiling.sync_sources(config, listed, tools, work)
         compiling.write_if_changed(work / "build.ninja", ninja.encode())
         compiled = run_ninja(work, units, options.jobs, lock)
         archs = {
