@@ -164,6 +164,7 @@ def test_layouts(fuselage, device, dtype, layout, style):
     assert out.is_contiguous() != (layout in IN_PLACE_LAST)
 
 
+@pytest.mark.kernels_ci
 @each_dtype
 @each_order
 def test_bits_do_not_depend_on_alignment(fuselage, device, dtype, last):
@@ -300,6 +301,7 @@ def test_samples_do_not_depend_on_the_batch(fuselage, device, dtype, last, sizes
             assert_same_bits(some[name], whole[name][chosen], f"{name} of {chosen}")
 
 
+@pytest.mark.kernels_ci
 @each_order
 def test_gradients_that_are_not_needed(fuselage, device, last):
     inputs = OP.inputs((2, 8, 5, 6), torch.float32, device)
