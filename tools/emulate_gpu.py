@@ -2,9 +2,9 @@
 """Runs the GPU kernels without a GPU: their sources as ROCm has them, on tests/emulated_gpu.
 
 Builds a variant for the CPU whose operators are those kernels, into build/.emulated_gpu. Runs the
-families' quick tests with it on wavefronts of 64 lanes, and those marked kernels_ci again on warps
-of 32, whose threads and blocks run in the opposite order. What depends on the order, as where a
-barrier is missing, has other results in one of them.
+families' quick tests with it on wavefronts of 64 lanes (of sampling those marked kernels_ci), and
+those marked kernels_ci again on warps of 32, whose threads and blocks run in the opposite order.
+What depends on the order, as where a barrier is missing, has other results in one of them.
 
     python tools/emulate_gpu.py
     python tools/emulate_gpu.py --all            # all of them in both orders
@@ -26,6 +26,9 @@ from pathlib import Path
 REPO_DIR = Path(__file__).resolve().parent.parent
 OUTPUT = REPO_DIR / "build/.emulated_gpu"
 FAMILIES = ("gate", "loss", "norm", "quant", "rope", "route", "sample")
+MANY_DRAWS = (
+    "sample",
+)  # whose quick tests take a quarter of an hour here: those marked kernels_ci
 
 FORWARDS = {"EMULATED_GPU_WARP": "64"}
 BACKWARDS = {"EMULATED_GPU_WARP": "32", "EMULATED_GPU_BACKWARDS": "1"}
@@ -43,11 +46,11 @@ LEFT_OUT = {
 }
 
 
-def chosen() -> list[str]:
+def chosen(families: tuple[str, ...] = FAMILIES) -> list[str]:
     """The families' tests, but for those."""
     left_out = (f"tests/{t}" + (f"[{p}]" if p else "") for t, p in LEFT_OUT.items())
     options = [word for test in left_out for word in ("--deselect", test)]
-    return [*options, *(f"tests/{family}" for family in FAMILIES)]
+    return [*options, *(f"tests/{family}" for family in families)]
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -76,11 +79,17 @@ def main() -> None:
     (variant,) = OUTPUT.glob("torch-*-cpu-*")
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     pytest += ["--numprocesses=auto", "--dist=worksteal"]
-    pytest += options.pytest or chosen()
     environment = {"FUSELAGE_KERNEL_DIR": str(variant), "OMP_NUM_THREADS": "1"}
-    fewer = "not slow" if options.all else "kernels_ci and not slow"
-    run("forwards", [*pytest, "-m", "not slow"], {**environment, **FORWARDS})
-    run("backwards", [*pytest, "-m", fewer], {**environment, **BACKWARDS})
+    forwards, backwards = {**environment, **FORWARDS}, {**environment, **BACKWARDS}
+    quick, fewer = [*pytest, "-m", "not slow"], [*pytest, "-m", "kernels_ci and not slow"]
+    if options.pytest or options.all:
+        run("forwards", [*quick, *(options.pytest or chosen())], forwards)
+        run("backwards", [*quick, *(options.pytest or chosen())], backwards)
+        return
+    families = tuple(family for family in FAMILIES if family not in MANY_DRAWS)
+    run("forwards", [*quick, *chosen(families)], forwards)
+    run("forwards, many draws", [*fewer, *chosen(MANY_DRAWS)], forwards)
+    run("backwards", [*fewer, *chosen()], backwards)
 
 
 if __name__ == "__main__":
