@@ -27,8 +27,8 @@ CODE = $(shell find kernel_src torch-ext tests \( -name '*.h' -o -name '*.cpp' -
          ! -path torch-ext/registration.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build build-cpu build-cuda test test-all ci-test fuzz sanitize emulate-gpu lint format \
-  bench tune check-hip check-abi official-build check-compliance check-size docs clean \
+.PHONY: help demo build build-cpu build-cuda test test-all ci-test fuzz sanitize emulate-gpu \
+  lint format bench tune check-hip check-abi official-build check-compliance check-size docs clean \
   test-torch-matrix check-reproducible site
 
 help:  ## list the targets

@@ -22,11 +22,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import torch
 
@@ -36,7 +34,8 @@ from .roofline import results
 from .roofline.contenders import load_fuselage
 
 KINDS = ("Llama", "Qwen3", "Gemma3")
-SMALL = "small "  # the kind's own name is of its large shape
+SMALL = "small "  # before a kind's name in the results: alone it is that of the large shape
+RECIPES = {"rowwise": "fp8", "blockwise": "fp8_blockwise"}  # of fuselage, and patch's option
 TORCHAO = "torchao"
 ROWWISE_OF_TORCHAO = "torchao, rowwise"
 OUTLIER_COLUMNS, LARGER_COLUMN = 6, 20.0
@@ -149,26 +148,17 @@ def run_model(
     exact = Answers(model.float(), options)
     model.bfloat16()  # the same numbers: they were bfloat16 before
     integration = fuselage.integrations.transformers
+    columns = {"bfloat16": Answers(model, options).compared(exact)}
     names: set[str] = set()
-
-    def patched(recipe: str) -> torch.nn.Module:
-        integration.patch(model, linear=recipe)
+    for recipe, linear in RECIPES.items():
+        integration.patch(model, linear=linear)
         linears = fuselage.modules.Fp8Linear
-        names.update(name for name, m in model.named_modules() if isinstance(m, linears))
-        return model
-
-    contenders: dict[str, Callable[[], torch.nn.Module]] = {
-        "bfloat16": lambda: model,
-        "rowwise": partial(patched, "fp8"),
-        "blockwise": partial(patched, "fp8_blockwise"),
-    }
+        names |= {name for name, m in model.named_modules() if isinstance(m, linears)}
+        columns[recipe] = Answers(model, options).compared(exact)
+        integration.unpatch(model)
     if has_torchao():
-        contenders[ROWWISE_OF_TORCHAO] = lambda: quantised_by_torchao(model, names)
-    columns = {}
-    for name, make in contenders.items():
-        columns[name] = Answers(make(), options).compared(exact)
-        if "wise" in name and TORCHAO not in name:
-            integration.unpatch(model)
+        quantised = quantised_by_torchao(model, names)
+        columns[ROWWISE_OF_TORCHAO] = Answers(quantised, options).compared(exact)
     notes += [f"{options.tokens} tokens", f"{options.prompts} of {options.new_tokens} new tokens"]
     return {"title": title, "notes": notes, "linears": len(names), "columns": columns}
 
@@ -178,18 +168,16 @@ def run_draws(fuselage, device: str, kind: str, options: argparse.Namespace) -> 
     draws = [
         run_model(fuselage, device, kind, True, options, seed) for seed in range(options.draws)
     ]
+    columns = [draw["columns"] for draw in draws]
     record = {**draws[0], "draws": len(draws)}
-    errors = {
-        name: torch.tensor([draw["columns"][name]["error"] for draw in draws], dtype=torch.float64)
-        for name in record["columns"]
-    }
     record["columns"] = {
-        name: {key: fmean(draw["columns"][name][key] for draw in draws) for key in column}
-        for name, column in record["columns"].items()
+        name: {key: fmean(of_draw[name][key] for of_draw in columns) for key in column}
+        for name, column in columns[0].items()
     }
-    if ROWWISE_OF_TORCHAO in errors and len(draws) > 1:
-        ratio = errors["rowwise"] / errors[ROWWISE_OF_TORCHAO]
-        record["over_torchao"] = [ratio.mean().item(), (ratio.std() / len(draws) ** 0.5).item()]
+    if ROWWISE_OF_TORCHAO in columns[0] and len(draws) > 1:
+        pairs = [(c["rowwise"]["error"], c[ROWWISE_OF_TORCHAO]["error"]) for c in columns]
+        ratios = [ours / theirs for ours, theirs in pairs]
+        record["over_torchao"] = [fmean(ratios), stdev(ratios) / len(ratios) ** 0.5]
     return record
 
 

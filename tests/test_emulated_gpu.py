@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from builder.compile import EMULATED_GPU_FLAGS, for_emulated_gpu
-from conftest import HAS_CHECKOUT
 from probes import TESTS, compiled
 
 FOLDER = TESTS / "emulated_gpu"
@@ -84,7 +83,6 @@ def test_a_launch_that_no_gpu_takes(probe):
     assert done.returncode != 0 and "a launch that no GPU takes" in done.stderr
 
 
-@pytest.mark.skipif(not HAS_CHECKOUT, reason="reads the sources")
 def test_what_is_changed_of_the_sources():
     """Launches and arrays of dynamic shared memory, wherever there are some."""
     launches = arrays = 0

@@ -17,13 +17,13 @@ instructions of a GPU, and threads that run at the same time.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 
-REPO_DIR = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from steps import REPO_DIR, build_cpu_variant, run
+
 OUTPUT = REPO_DIR / "build/.emulated_gpu"
 FAMILIES = ("gate", "loss", "norm", "quant", "rope", "route", "sample")
 MANY_DRAWS = (
@@ -62,21 +62,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run(title: str, command: list[str], environment: dict[str, str]) -> None:
-    """Runs a step; the first that fails is the last."""
-    started = time.monotonic()
-    print(f"--- {title}", flush=True)
-    code = subprocess.run(command, cwd=REPO_DIR, env={**os.environ, **environment}).returncode
-    print(f"--- {title}: exit code {code} after {time.monotonic() - started:.0f} s", flush=True)
-    if code != 0:
-        sys.exit(code)
-
-
 def main() -> None:
     options = parse_arguments()
-    builder = [sys.executable, "tools/build_variant.py", "--backend", "cpu", "--emulate-gpu"]
-    run("build", [*builder, "--output", str(OUTPUT)], {})
-    (variant,) = OUTPUT.glob("torch-*-cpu-*")
+    variant = build_cpu_variant(OUTPUT, "--emulate-gpu")
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     pytest += ["--numprocesses=auto", "--dist=worksteal"]
     environment = {"FUSELAGE_KERNEL_DIR": str(variant), "OMP_NUM_THREADS": "1"}

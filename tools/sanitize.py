@@ -25,8 +25,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import emulate_gpu
+from steps import REPO_DIR, build_cpu_variant, run
 
-REPO_DIR = Path(__file__).resolve().parent.parent
 OUTPUT = REPO_DIR / "build/.sanitize"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 
@@ -70,29 +70,18 @@ def _library(name: str) -> str:
     return path
 
 
-def run(title: str, command: list[str], environment: dict[str, str]) -> None:
-    """Runs a step; the first that fails is the last."""
-    started = time.monotonic()
-    print(f"--- {title}", flush=True)
-    code = subprocess.run(command, cwd=REPO_DIR, env=environment).returncode
-    print(f"--- {title}: exit code {code} after {time.monotonic() - started:.0f} s", flush=True)
-    if code != 0:
-        sys.exit(code)
-
-
 def on_cpu(options: argparse.Namespace) -> None:
-    builder = [sys.executable, "tools/build_variant.py", "--backend", "cpu", "--sanitize"]
     emulated = options.device == "emulated"
-    output = OUTPUT.with_name(".sanitize_gpu") if emulated else OUTPUT
-    builder += ["--emulate-gpu"] if emulated else []
-    run("build", [*builder, "--output", str(output)], dict(os.environ))
-    (variant,) = output.glob("torch-*-cpu-*")
+    if emulated:
+        output = OUTPUT.with_name(".sanitize_gpu")
+        variant = build_cpu_variant(output, "--sanitize", "--emulate-gpu")
+    else:
+        variant = build_cpu_variant(OUTPUT, "--sanitize")
     environment = sanitized_environment() | {"FUSELAGE_KERNEL_DIR": str(variant)}
     pytest = [sys.executable, "-m", "pytest", *QUICK, "-k", LEFT_OUT]
+    run("tests", [*pytest, *(emulate_gpu.chosen() if emulated else ())], environment)
     if emulated:
-        run("tests", [*pytest, *emulate_gpu.chosen()], environment)
         return
-    run("tests", pytest, environment)
     fuzz = [sys.executable, "-m", "fuzz", *limits_of(options), "--timeout", "300"]
     run("fuzzer", fuzz, environment | {"PYTHONPATH": "tests"})
 

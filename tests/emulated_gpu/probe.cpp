@@ -69,6 +69,23 @@ void print(const int* numbers, int count) {
   for (int i = 0; i < count; ++i) std::printf("%d%c", numbers[i], i + 1 < count ? ' ' : '\n');
 }
 
+// Kernels of one block, and what is printed of the numbers that they leave.
+struct Probe {
+  const char* name;
+  void (*kernel)(int*);
+  unsigned threads;
+  int first, count;
+};
+const Probe probes[] = {
+    {"race", race, 8, 8, 8},
+    {"no_race", no_race, 8, 8, 8},
+    {"half_at_a_barrier", half_at_a_barrier, 32, 0, 0},
+    {"others_have_ended", others_have_ended, 16, 0, 24},
+    {"votes", votes, 64, 0, 64},
+    {"shared_memory_is_not_zero", shared_memory_is_not_zero, 2, 0, 2},
+    {"too_many_threads", race, 1025, 0, 0},
+};
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -78,27 +95,13 @@ int main(int, char** arguments) {
     for (int i = 0; i < 256; ++i) numbers[i] = i;
     emulated_gpu::launch(block_sum, dim3(4), dim3(64), 0, numbers, sums);
     print(sums, 4);
-  } else if (name == "race") {
-    emulated_gpu::launch(race, dim3(1), dim3(8), 0, numbers);
-    print(numbers + 8, 8);
-  } else if (name == "no_race") {
-    emulated_gpu::launch(no_race, dim3(1), dim3(8), 0, numbers);
-    print(numbers + 8, 8);
-  } else if (name == "half_at_a_barrier") {
-    emulated_gpu::launch(half_at_a_barrier, dim3(1), dim3(32), 0, numbers);
-  } else if (name == "others_have_ended") {
-    emulated_gpu::launch(others_have_ended, dim3(1), dim3(16), 0, numbers);
-    print(numbers, 24);
-  } else if (name == "votes") {
-    emulated_gpu::launch(votes, dim3(1), dim3(64), 0, numbers);
-    print(numbers, 64);
-  } else if (name == "shared_memory_is_not_zero") {
-    emulated_gpu::launch(shared_memory_is_not_zero, dim3(1), dim3(2), 8, numbers);
-    print(numbers, 2);
-  } else if (name == "too_many_threads") {
-    emulated_gpu::launch(race, dim3(1), dim3(1025), 0, numbers);
-  } else {
-    return EXIT_FAILURE;
+    return EXIT_SUCCESS;
   }
-  return EXIT_SUCCESS;
+  for (const Probe& probe : probes) {
+    if (name != probe.name) continue;
+    emulated_gpu::launch(probe.kernel, dim3(1), dim3(probe.threads), 0, numbers);
+    print(numbers + probe.first, probe.count);
+    return EXIT_SUCCESS;
+  }
+  return EXIT_FAILURE;
 }

@@ -42,12 +42,6 @@ struct alignas(8) uint2 {
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
-struct alignas(8) int2 {
-  int x, y;
-};
-struct alignas(16) int4 {
-  int x, y, z, w;
-};
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
@@ -169,11 +163,6 @@ inline int __float2int_rn(float v) {  // saturates
   if (v <= -2147483648.0f) return INT32_MIN;
   return static_cast<int>(std::nearbyint(v));
 }
-inline unsigned long long __float2ull_rz(float v) {
-  if (!(v > 0)) return 0;
-  if (v >= 18446744073709551616.0f) return UINT64_MAX;
-  return static_cast<unsigned long long>(v);
-}
 
 // The larger and the smaller, as GPUs have them: of zeros +0 and -0, which C++ leaves open.
 inline float emulated_fmaxf(float a, float b) {
@@ -188,19 +177,10 @@ inline float emulated_fminf(float a, float b) {
 #define fminf emulated_fminf
 
 inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(static_cast<unsigned>(v)); }
-inline int __ffs(int v) { return __builtin_ffs(v); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
-inline unsigned __umulhi(unsigned a, unsigned b) {
-  return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32);
-}
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
 }
-template <typename T>
-T __ldg(const T* p) {
-  return *p;
-}
-[[noreturn]] inline void __trap() { __builtin_trap(); }
 
 template <typename T>
 T atomicAdd(T* at, T value) {
@@ -222,7 +202,6 @@ T atomicMax(T* at, T value) {
 }
 
 using std::isinf;
-using std::isnan;
 
 // The global min and max of device code, for any two arithmetic types.
 template <typename A, typename B,
@@ -241,7 +220,7 @@ constexpr auto max(A a, B b) {
 // ---- the runtime ----
 
 using hipStream_t = void*;
-enum hipError_t { hipSuccess = 0, hipErrorInvalidValue = 1, hipErrorLaunchFailure = 719 };
+enum hipError_t { hipSuccess = 0, hipErrorInvalidValue = 1 };
 enum hipDeviceAttribute_t {
   hipDeviceAttributeMultiprocessorCount,
   hipDeviceAttributeMaxSharedMemoryPerBlock,
