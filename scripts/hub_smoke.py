@@ -168,6 +168,19 @@ def check_quantisation(kernel, device: str) -> None:
         scale = scale if group_size == -1 else scale.repeat_interleave(128, -1)
         error = (q.float() * scale - x).abs() - (x.abs() / 16 + scale / 512)
         assert error.max() <= 0, f"quantisation: groups of {group_size} are off"
+    weight, half = torch.randn(256, device=device), x.bfloat16()
+    for q, scale, out in (
+        kernel.rms_norm_quant(half, weight, return_unquantized=True),
+        kernel.fused_add_rms_norm_quant(half, half, weight, return_unquantized=True)[:3],
+        kernel.layer_norm_quant(half, weight, return_unquantized=True),
+        kernel.ada_layer_norm_quant(half, weight, weight, return_unquantized=True),
+        kernel.silu_and_mul_quant(half, return_unquantized=True),
+        kernel.swiglu_quant(half, half, return_unquantized=True),
+        kernel.gelu_tanh_quant(half, return_unquantized=True),
+    ):
+        wanted = kernel.quant_fp8(out)
+        same = torch.equal(q.float(), wanted.q.float()) and torch.equal(scale, wanted.scale)
+        assert same, "quantisation: not what quant_fp8 makes of the result"
     linear = torch.nn.Linear(256, 64, device=device).requires_grad_(False)
     ours, exact = kernel.modules.Fp8Linear.from_linear(linear)(x), linear(x)
     error = ((ours - exact).norm() / exact.norm()).item()

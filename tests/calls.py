@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import quantising
 import torch
 from harness import normal
 from operators import (
@@ -16,12 +17,14 @@ from operators import (
 )
 from torch import Tensor
 
-IN_PLACE = (
+# They write over their inputs, or quantise.
+WITHOUT_GRADIENT = (
     "fused_add_layer_norm_",
     "fused_add_rms_norm_",
     "bias_act_",
     "add_mul_act_",
     "apply_rotary_",
+    *quantising.BY_NAME,
 )
 
 
@@ -105,6 +108,10 @@ def call_of(name: str, dtype: torch.dtype, device: str) -> dict:
         return _route(dtype, device)
     if name == "quant_fp8":
         return _quant(dtype, device)
+    if name in quantising.BY_NAME:
+        given = quantising.BY_NAME[name].inputs(shape, dtype, device)
+        options = {"group_size": -1, "scale_layout": "row", "scale_ue8m0": False}
+        return given | options | {"return_unquantized": True}
     if name == "group_norm":
         inputs = group_norm_inputs((2, 8, 3), dtype, device)
         return {**inputs, "num_groups": 2, "eps": 1e-5, "activation": "silu"}

@@ -1059,6 +1059,29 @@ QUANT_FP8 = dataclasses.replace(
     samples=_quant_samples,
 )
 
+
+def _fused_quant_samples(kernel, device):
+    ops, e4m3 = kernel.quant.ops, torch.float8_e4m3fn
+    given = torch.tensor([0.02], device=device)
+    for options in (
+        (None, -1, False, False, True, e4m3),
+        (None, 128, True, True, False, e4m3),
+        (given, -1, False, False, False, torch.int8),
+    ):
+        x, y = (normal((2, 3, 200), torch.bfloat16, device) for _ in range(2))
+        weight, bias = (normal((200,), torch.bfloat16, device) for _ in range(2))
+        rms = (1e-6, 1.0, True, *options)
+        yield ops.rms_norm_quant.default, (x, weight, *rms)
+        yield ops.fused_add_rms_norm_quant.default, (x, y, weight, *rms)
+        yield ops.layer_norm_quant.default, (x, weight, bias, 1e-5, *options)
+        yield ops.ada_layer_norm_quant.default, (x, y[:, 0], x[:, 1], None, bias, 1e-6, *options)
+        yield ops.silu_and_mul_quant.default, (x, *options)
+        yield ops.swiglu_quant.default, (x, y, *options)
+        yield ops.gelu_tanh_quant.default, (x, *options)
+
+
+FUSED_QUANT = dataclasses.replace(QUANT_FP8, name="fused_quant", samples=_fused_quant_samples)
+
 OPERATORS = (
     RMS_NORM,
     FUSED_ADD_RMS_NORM,
@@ -1083,7 +1106,7 @@ SAMPLED = tuple(
     op
     for op in (
         *(*OPERATORS, APPLY_ROTARY, LM_HEAD_SAMPLE, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY),
-        *(TOPK_SOFTMAX, GROUP_NORM, QUANT_FP8),
+        *(TOPK_SOFTMAX, GROUP_NORM, QUANT_FP8, FUSED_QUANT),
     )
     if op.samples is not None
 )

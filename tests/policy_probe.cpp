@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "common/quant_policy.h"
 #include "gate/activation_policy.h"
 #include "loss/cross_entropy_policy.h"
 #include "norm/ada_norm_policy.h"
@@ -15,8 +16,8 @@
 #include "norm/poly_norm_policy.h"
 #include "norm/rms_norm_policy.h"
 #include "norm/row_forward_policy.h"
+#include "norm/row_quant_policy.h"
 #include "norm/shard_norm_policy.h"
-#include "quant/quant_fp8_policy.h"
 #include "rope/rotary_policy.h"
 #include "route/topk_softmax_policy.h"
 #include "sample/sample_policy.h"
@@ -844,6 +845,26 @@ void quant_fp8(const DeviceInfo& device, Report& report) {
   }
 }
 
+// Norms that quantise: the rows of one kernel, norm/row_quant_policy.h.
+void row_quant(const DeviceInfo& device, Report& report) {
+  for (const int64_t dim : {8, 64, 128, 256, 264, 1024, 2880, 4096, 4104, 8192, 16384}) {
+    for (const int64_t rows : {1, 7, 100, 1000, 20000, 1 << 20}) {
+      report.begin(std::to_string(rows) + " rows of " + std::to_string(dim) + " columns");
+      const RowPolicy policy = row_quant_policy(device, rows, dim);
+      expect_legal(report, device,
+                   {policy.vectors, 1, policy.threads_per_row, policy.rows_per_block, 0, 1},
+                   kForwardThreads);
+      report.expect(int64_t{policy.threads_per_row} * policy.vectors * 8 >= dim,
+                    "columns without a thread");
+      report.expect(policy.vectors == 1 || policy.threads_per_row % kWarpSize == 0,
+                    "vectors that do not lie a warp apart");
+      report.expect(policy.vectors == 1 || policy.vectors == kForwardVectors, "no such kernel");
+      report.expect(policy.rows_per_block == 1 || policy.threads_per_row <= kWarpSize,
+                    "several rows that wait for each other");
+    }
+  }
+}
+
 struct Family {
   const char* name;
   void (*sweep)(const DeviceInfo&, Report&);
@@ -866,6 +887,7 @@ const Family kFamilies[] = {
     {"loss", loss},
     {"topk_softmax", topk_softmax},
     {"quant_fp8", quant_fp8},
+    {"row_quant", row_quant},
 };
 
 std::vector<Device> devices_tuned() {

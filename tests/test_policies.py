@@ -35,6 +35,7 @@ FAMILIES = (
     "loss",
     "topk_softmax",
     "quant_fp8",
+    "row_quant",
 )
 
 

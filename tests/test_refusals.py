@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 FUNCTIONS = (
     "ada_layer_norm",
+    "ada_layer_norm_quant",
     "ada_rms_norm",
     "add_mul_act",
     "add_mul_act_",
@@ -27,6 +28,7 @@ FUNCTIONS = (
     "fused_add_layer_norm_",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
+    "fused_add_rms_norm_quant",
     "fused_mul_poly_norm",
     "gate_residual_ada_norm",
     "gated_rms_norm",
@@ -36,10 +38,12 @@ FUNCTIONS = (
     "gelu_quick",
     "gelu_tanh",
     "gelu_tanh_and_mul",
+    "gelu_tanh_quant",
     "group_norm",
     "grouped_poly_norm",
     "gumbel_sample",
     "layer_norm",
+    "layer_norm_quant",
     "linear_cross_entropy",
     "linear_log_probs",
     "lm_head_sample",
@@ -56,10 +60,13 @@ FUNCTIONS = (
     "relu_and_mul",
     "rms_norm",
     "rms_norm_add_rms_norm",
+    "rms_norm_quant",
     "silu",
     "silu_and_mul",
+    "silu_and_mul_quant",
     "swiglu",
     "swiglu_clamped",
+    "swiglu_quant",
     "topk_softmax",
 )
 # Pure PyTorch, whose functions have checks of their own.
@@ -113,7 +120,7 @@ def test_fake_and_meta_tensors_are_refused_as_real_ones(fuselage, name, requires
     for what, call in calls.variants_of(calls.call_of(name, torch.bfloat16, "cpu")):
         real = outcome(function, call, requires_grad)
         refused += isinstance(real, tuple)
-        if what == "as it is" and name not in calls.IN_PLACE:
+        if what == "as it is" and name not in calls.WITHOUT_GRADIENT:
             assert isinstance(real, list), real
         meta = {n: as_meta(v) if isinstance(v, Tensor) else v for n, v in call.items()}
         assert outcome(function, meta, requires_grad) == real, f"meta, {what}"
@@ -159,7 +166,7 @@ def test_arguments_of_the_wrong_kind(fuselage, device, name, requires_grad):
     hints = typing.get_type_hints(function)
     call = calls.call_of(name, torch.float32, device)
     first = next(iter(call))
-    if requires_grad and name not in calls.IN_PLACE:
+    if requires_grad and name not in calls.WITHOUT_GRADIENT:
         call[first].requires_grad_()
     for parameter in inspect.signature(function).parameters:
         if parameter in PYTHON_CHECKS and name in SAMPLERS:
@@ -195,7 +202,7 @@ def test_a_word_that_is_no_option(fuselage, device, name, requires_grad):
     function = getattr(fuselage, name)
     hints = typing.get_type_hints(function)
     call = calls.call_of(name, torch.float32, device)
-    if requires_grad and name not in calls.IN_PLACE:
+    if requires_grad and name not in calls.WITHOUT_GRADIENT:
         call[next(iter(call))].requires_grad_()
     for option in (parameter for parameter, hint in hints.items() if hint is str):
         words = rf"^fuselage::{name}: `{option}` must be one of .*, got 'wrong'$"
@@ -244,7 +251,7 @@ NOT_AN_EPS = (math.nan, math.inf, -math.inf, -1e-6, 1e300)
 def test_numbers_out_of_range(fuselage, device, name, argument, values, requires_grad):
     function = getattr(fuselage, name)
     call = calls.call_of(name, torch.float32, device)
-    if requires_grad and name not in calls.IN_PLACE:
+    if requires_grad and name not in calls.WITHOUT_GRADIENT:
         call[next(iter(call))].requires_grad_()
     function(**{**call, argument: 0.0})
     for value in values:

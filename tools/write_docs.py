@@ -40,6 +40,7 @@ FAMILIES = {
     "linear_loss": "Loss of a head",
     "route": "Routers",
     "quant": "Quantisation",
+    "fused_quant": "Norms and activations that quantise",
     "modules": "Modules",
     "layers": "Hub layers",
     "distributed": "Many GPUs",

@@ -48,6 +48,8 @@ class Operator:
     reference: Callable[..., tuple[torch.Tensor, ...]]
     # Roundings of the formula one after another: errors may be so many times as large.
     roundings: int = field(default=1, kw_only=True)
+    # Where results are not as exact as their dtype: of the norm of errors, and of an element's.
+    tolerances: tuple[float, float] | None = field(default=None, kw_only=True)
     # direction -> bytes that any implementation must move for a shape.
     necessary_bytes: dict[str, Callable[[Shape], int]]
     # Contenders whose backward writes over grad_out.

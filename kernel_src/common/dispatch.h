@@ -22,6 +22,16 @@ inline gpuError dispatch_dtype(DType dtype, F&& f) {
   return gpuErrorInvalidValue;
 }
 
+// Likewise, of a type of half precision.
+template <typename F>
+inline gpuError dispatch_half(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::float16: return f(TypeTag<float16>{});
+    case DType::bfloat16: return f(TypeTag<bfloat16>{});
+    default: return gpuErrorInvalidValue;
+  }
+}
+
 // Calls f(TypeTag<activation>, TypeTag<output>) for the pairs that operators support: equal types,
 // and float32 with either half-precision dtype. False for any other pair.
 template <typename F>

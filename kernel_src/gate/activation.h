@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/quant.h"
 
 namespace fuselage {
 
@@ -78,6 +79,10 @@ const char* activation_backward(const ActivationBackward& p, int device, void* s
 
 // The partial_count to give activation_backward for these arguments, where it is to sum grad_bias.
 int64_t activation_backward_partials(const ActivationBackward& p, int device);
+
+// silu_and_mul, swiglu and gelu_tanh, quantised: whether one kernel does it, and that kernel.
+bool activation_quantises(const Quantised<ActivationForward>& p);
+const char* activation_quant(const Quantised<ActivationForward>& p, int device, void* stream);
 
 }  // namespace gpu
 }  // namespace fuselage

@@ -58,13 +58,7 @@ namespace gpu {
 
 const char* ada_norm_forward(const AdaNormForward& given, int device, void* raw_stream) {
   const gpuStream stream = static_cast<gpuStream>(raw_stream);
-  AdaNormParams p{given, 1.0f};
-  if (p.scale.data == nullptr && p.shift.data == nullptr) {
-    p.scale = {p.weight.data, 0, 1, p.weight.dtype};
-    p.shift = {p.bias.data, 0, 1, p.bias.dtype};
-    p.weight.data = p.bias.data = nullptr;
-    if (p.scale.data != nullptr) p.scale_offset = 0.0f;
-  }
+  const AdaNormParams p = ada_norm_params(given);
   return message_of(dispatch_dtype(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return with_bool(p.residual != nullptr, [&](auto residual) {

@@ -15,6 +15,7 @@
 
 #include "common/divide.h"
 #include "common/dtype.h"
+#include "common/quant.h"
 
 namespace fuselage {
 
@@ -106,6 +107,10 @@ const char* ada_norm_backward(const AdaNormBackward& p, int device, void* stream
 
 // Sets p.blocks_per_group, and returns how many floats p.partials must have.
 int64_t ada_norm_backward_workspace(AdaNormBackward& p, int device);
+
+// Norms without a residual, quantised: whether one kernel does it, and that kernel.
+bool ada_norm_quantises(const Quantised<AdaNormForward>& p);
+const char* ada_norm_quant(const Quantised<AdaNormForward>& p, int device, void* stream);
 
 }  // namespace gpu
 }  // namespace fuselage

@@ -15,6 +15,17 @@ struct AdaNormParams : AdaNormForward {
   float scale_offset;  // what is added to the scale
 };
 
+inline AdaNormParams ada_norm_params(const AdaNormForward& given) {
+  AdaNormParams p{given, 1.0f};
+  if (p.scale.data == nullptr && p.shift.data == nullptr) {
+    p.scale = {p.weight.data, 0, 1, p.weight.dtype};
+    p.shift = {p.bias.data, 0, 1, p.bias.dtype};
+    p.weight.data = p.bias.data = nullptr;
+    if (p.scale.data != nullptr) p.scale_offset = 0.0f;
+  }
+  return p;
+}
+
 template <typename T, bool kResidual>
 struct AdaNormOp {
   using Params = AdaNormParams;

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/quant.h"
 
 namespace fuselage {
 
@@ -78,6 +79,10 @@ const char* rms_norm_add_rms_norm(const RmsNormAddRmsNorm& p, int device, void* 
 // The partial_count to give rms_norm_backward for these arguments (of which `partials` is not
 // looked at): 0 where rows are so few that nothing is summed in two stages.
 int64_t rms_norm_backward_partials(const RmsNormBackward& p, int device);
+
+// rms_norm and fused_add_rms_norm, quantised: whether one kernel does it, and that kernel.
+bool rms_norm_quantises(const Quantised<RmsNormForward>& p);
+const char* rms_norm_quant(const Quantised<RmsNormForward>& p, int device, void* stream);
 
 }  // namespace gpu
 }  // namespace fuselage

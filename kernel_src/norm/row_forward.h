@@ -4,9 +4,9 @@
 //   stats = of sums over the row
 //   out   = a function of s, the stats, and values of the columns
 //
-// rms_norm, fused_add_rms_norm (rms_norm.cu), rms_norm_add_rms_norm, layer_norm,
-// fused_add_layer_norm, ada_layer_norm, ada_rms_norm and gate_residual_ada_norm (ada_norm.cu) say
-// what differs in a struct, Op:
+// rms_norm, fused_add_rms_norm (rms_norm_forward.h), rms_norm_add_rms_norm, layer_norm,
+// fused_add_layer_norm, ada_layer_norm, ada_rms_norm and gate_residual_ada_norm
+// (ada_norm_forward.h) say what differs in a struct, Op:
 //
 //   Params                what the kernel is given: raw pointers, sizes, strides
 //   In, Out               element types of the inputs and of out; a vector is 16 bytes of In
@@ -54,6 +54,10 @@
 #include "norm/row_reduce.h"
 
 namespace fuselage {
+
+// Whether out is quantised on its way (norm/row_quant.h).
+template <typename Op>
+constexpr bool kQuantises = false;
 
 // A type of columns to hand over.
 template <typename Columns>
@@ -252,10 +256,19 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
         if (is_empty<Op, kAligned>(warp_start, j, kStep, dim)) continue;
         const int next = j + kAhead;
         if (next < kVectors) loaded[next] = columns.load(column_of(next), dim);
-        storing.put(j, columns.map(s[i][j], stats, loaded[j]));
+        const auto out = columns.map(s[i][j], stats, loaded[j]);
+        if constexpr (kQuantises<Op>) {
+          s[i][j] = select(left_of(i) > j * kStep, out, Vector<T, N>::zero());
+          if (p.out == nullptr) continue;
+        }
+        storing.put(j, out);
       }
     }
   });
+  if constexpr (kQuantises<Op>) {
+    static_assert(kRows == 1 && kAligned && !kClusters, "a row of one block");
+    Op::quantise(p, s[0], first_row, first_column, left_of(0));
+  }
 }
 
 // Rows of any length and alignment, one a block: read twice, or three times where the mean is taken

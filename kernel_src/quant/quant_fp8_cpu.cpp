@@ -9,7 +9,7 @@
 #include "common/cpu_vector.h"
 #include "common/dtype.h"
 #include "common/float8.h"
-#include "quant/quant_math.h"
+#include "common/quant_math.h"
 
 namespace fuselage::cpu {
 namespace FUSELAGE_ISA {

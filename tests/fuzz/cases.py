@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import quantising
+
 from . import bad_calls, group, loss, modules, quant, rotary, route, rows, sampling, tables
 from .draw import Draw
 from .judge import Failure, check_untouched
@@ -57,6 +59,8 @@ def make(draw: Draw, name: str, ordinary: bool):
         return route.make(draw, ordinary=ordinary)
     if name in ("quant_fp8", "modules.Fp8Linear"):
         return quant.make(draw, ordinary=ordinary)
+    if name in quantising.BY_NAME:
+        return quant.make_fused(draw, name, ordinary=ordinary)
     if name in ("group_norm", "modules.GroupNorm"):
         return group.make(draw, ordinary=ordinary)
     if name in TABLES:
@@ -97,6 +101,8 @@ def check_valid(kernel, draw: Draw, name: str) -> None:
         route.check(kernel, draw, call)
     elif name == "quant_fp8":
         quant.check(kernel, draw, call)
+    elif name in quantising.BY_NAME:
+        quant.check_fused(kernel, name, call)
     elif name == "group_norm":
         group.check(kernel, draw, call)
     elif isinstance(call, sampling.Call):

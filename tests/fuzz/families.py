@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import operators
+import quantising
 import torch
 from harness import LAYOUTS, Operator, gradients, normal, random_grad_outs
 from rotary_cases import Case
@@ -246,6 +247,12 @@ def quant_calls(kernel, device: str) -> Calls:
                 f"quant_fp8 {rows} x {dim} {list(options)}",
                 partial(kernel.quant_fp8, x, **options),
             )
+            for fused in quantising.FUSED:
+                given = fused.inputs((rows, dim), dtype, device)
+                call = partial(
+                    fused.call, kernel, given, return_unquantized=rows % 2 > 0, **options
+                )
+                yield f"{fused.name} {rows} x {dim} {list(options)}", call
 
 
 def group_norm_calls(kernel, device: str) -> Calls:

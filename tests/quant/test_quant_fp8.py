@@ -303,15 +303,15 @@ BAD = [
     ({"scale_layout": "column"}, "`scale_layout` must be one of row, col_tma, got 'column'"),
     ({"dtype": torch.float16}, "`dtype` must be float8_e4m3fn, float8_e5m2 or int8, got Half"),
     ({"dtype": torch.uint8}, "`dtype` must be float8_e4m3fn, float8_e5m2 or int8, got Byte"),
-    ({"scale": lambda _: torch.ones(2)}, "`scale` must have one element, for all of `x`, got [2]"),
+    ({"scale": lambda _: torch.ones(2)}, "`scale` must have one element, for all rows, got [2]"),
     ({"scale": lambda _: torch.ones(1).half()}, "`scale` must be float32, got Half"),
     (
         {"scale": lambda _: torch.ones(1), "group_size": 128},
-        "`scale` is one for all of `x`, and `group_size`, `scale_layout` and `scale_ue8m0` are for",
+        "`scale` is one for all rows, and `group_size`, `scale_layout` and `scale_ue8m0` are for",
     ),
     (
         {"scale": lambda _: torch.ones(1), "scale_ue8m0": True},
-        "`scale` is one for all of `x`, and `group_size`, `scale_layout` and `scale_ue8m0` are for",
+        "`scale` is one for all rows, and `group_size`, `scale_layout` and `scale_ue8m0` are for",
     ),
 ]
 

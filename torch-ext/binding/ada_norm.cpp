@@ -1,6 +1,7 @@
 // Bindings of layer_norm and the adaptive norms. The formulas are in norm/ada_norm.h. `layer`: take
 // the mean away.
 #include "binding.h"
+#include "quantised.h"
 
 #include "norm/ada_norm.h"
 #include "norm/ada_norm_cpu.h"
@@ -305,6 +306,48 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ada_norm_bwd(
           grads.bias.tensor};
 }
 
+void ada_norm_row(const AdaNormForward& p, int64_t row) { cpu::ada_norm_forward(p, row, row + 1); }
+
+// (q, scale_of_q, out), the latter without elements unless it is asked for.
+std::tuple<Tensor, Tensor, Tensor> run_quantised(const Arguments& a, double eps,
+                                                 const QuantOptions& options, bool keeps_out) {
+  const Checked c = check_forward(a, kNone, eps);
+  Quantised<AdaNormForward> p{};
+  const QuantResults quant = quant_results(a.op, a.x, c.dim, c.dtype, options, p.quant);
+  const Tensor out = keeps_out ? empty_like(a.x, a.x.scalar_type()) : no_tensor(a.x);
+  if (!c.is_nothing(a)) {
+    c.fill(a, p);
+    const auto x_rows = read_rows(p.x, p.x_stride, a.x);
+    p.shift = c.shift.values;
+    p.eps = static_cast<float>(eps);
+    if (keeps_out) p.out = out.mutable_data_ptr();
+    p.out_stride = c.dim;
+    launch_quantised<&ada_norm_row, &gpu::ada_norm_forward, &gpu::ada_norm_quantises,
+                     &gpu::ada_norm_quant>(a.op, a.x, p);
+  }
+  return {quant.q, quant.scale, out};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_quant(const Tensor& x, const OptionalTensor& weight,
+                                                    const OptionalTensor& bias, double eps,
+                                                    const OptionalTensor& scale, int64_t group_size,
+                                                    bool scales_by_columns, bool scale_ue8m0,
+                                                    bool return_unquantized, ScalarType dtype) {
+  return run_quantised(layer_norm_arguments("layer_norm_quant", x, weight, bias), eps,
+                       {scale, group_size, scales_by_columns, scale_ue8m0, dtype},
+                       return_unquantized);
+}
+
+std::tuple<Tensor, Tensor, Tensor> ada_layer_norm_quant(
+    const Tensor& x, const OptionalTensor& scale, const OptionalTensor& shift,
+    const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+    const OptionalTensor& quant_scale, int64_t group_size, bool scales_by_columns, bool scale_ue8m0,
+    bool return_unquantized, ScalarType dtype) {
+  return run_quantised(
+      ada_norm_arguments("ada_layer_norm_quant", x, scale, shift, weight, bias, true), eps,
+      {quant_scale, group_size, scales_by_columns, scale_ue8m0, dtype}, return_unquantized);
+}
+
 template <bool kForGradient>
 auto gate_residual_ada_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& gate,
                             const OptionalTensor& scale, const OptionalTensor& shift,
@@ -363,6 +406,13 @@ void register_ada_norm_ops(const Ops& ops) {
       "ada_norm",
       "Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps, bool layer",
       "Tensor out", "Tensor statistics", TORCH_BOX(&ada_norm<false>), TORCH_BOX(&ada_norm<true>));
+  ops.op("layer_norm_quant(Tensor x, Tensor? weight, Tensor? bias, float eps, "  // and then
+         FUSELAGE_QUANT_OPTIONS FUSELAGE_QUANT_RESULTS ")",
+         TORCH_BOX(&layer_norm_quant));
+  ops.op(
+      "ada_layer_norm_quant(Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, "
+      "float eps, Tensor? quant_scale, " FUSELAGE_QUANT_SIZES FUSELAGE_QUANT_RESULTS ")",
+      TORCH_BOX(&ada_layer_norm_quant));
   ops.op(
       "ada_norm_bwd(Tensor grad_out, Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, "
       "Tensor? bias, Tensor statistics, bool layer, bool needs_grad_x, bool needs_grad_scale, "

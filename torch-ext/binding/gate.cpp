@@ -1,6 +1,7 @@
 // Bindings of the gate family. The formulas are in gate/activation.h. Activations are numbers of
 // the enum there.
 #include "binding.h"
+#include "quantised.h"
 
 #include "gate/activation.h"
 #include "gate/activation_cpu.h"
@@ -312,6 +313,79 @@ Tensor glu(const Tensor& gate, const Tensor& up, int64_t activation) {
   return out;
 }
 
+void activation_row(const ActivationForward& p, int64_t row) {
+  const int64_t pieces = cpu::activation_pieces(1, p.dim);
+  cpu::activation_forward(p, row * pieces, (row + 1) * pieces);
+}
+
+// (q, scale_of_q, out) of rows of `dim` columns, the latter without elements unless it is asked
+// for. read(p) fills in what is activated, and returns what keeps it alive.
+template <typename Read>
+std::tuple<Tensor, Tensor, Tensor> run_quantised(const char* op, const Tensor& x, int64_t dim,
+                                                 const QuantOptions& options, bool keeps_out,
+                                                 const Read& read) {
+  Quantised<ActivationForward> p{};
+  p.dtype = p.bias_dtype = *dtype_from(x.scalar_type());
+  p.rows = rows_in(x);
+  p.dim = p.out_stride = dim;
+  const QuantResults quant = quant_results(op, x, dim, p.dtype, options, p.quant);
+  const Tensor out = keeps_out ? empty_with_columns(x, dim) : no_tensor(x);
+  if (!is_nothing(x, p.rows, p.dim)) {
+    const auto kept = read(p);
+    if (keeps_out) p.out = out.mutable_data_ptr();
+    launch_quantised<&activation_row, &gpu::activation_forward, &gpu::activation_quantises,
+                     &gpu::activation_quant>(op, x, p);
+  }
+  return {quant.q, quant.scale, out};
+}
+
+std::tuple<Tensor, Tensor, Tensor> silu_and_mul_quant(const Tensor& x, const OptionalTensor& scale,
+                                                      int64_t group_size, bool scales_by_columns,
+                                                      bool scale_ue8m0, bool return_unquantized,
+                                                      ScalarType dtype) {
+  const char* op = "silu_and_mul_quant";
+  const int64_t dim = check_packed(op, x);
+  check_columns(op, "x", x);
+  return run_quantised(
+      op, x, dim, {scale, group_size, scales_by_columns, scale_ue8m0, dtype}, return_unquantized,
+      [&](ActivationForward& p) {
+        return read_packed(p, act_and_mul_formula(static_cast<int64_t>(Activation::silu), true), x);
+      });
+}
+
+std::tuple<Tensor, Tensor, Tensor> swiglu_quant(const Tensor& gate, const Tensor& up,
+                                                const OptionalTensor& scale, int64_t group_size,
+                                                bool scales_by_columns, bool scale_ue8m0,
+                                                bool return_unquantized, ScalarType dtype) {
+  const char* op = "swiglu_quant";
+  check_rows(op, gate, "gate");
+  check_columns(op, "gate", gate);
+  check_like(op, "up", up, gate, "gate");
+  return run_quantised(
+      op, gate, columns_in(gate), {scale, group_size, scales_by_columns, scale_ue8m0, dtype},
+      return_unquantized, [&](ActivationForward& p) {
+        p.formula = Formula::gate;
+        p.activation = Activation::silu;
+        return std::pair(read_rows(p.x, p.x_stride, gate), read_rows(p.y, p.y_stride, up));
+      });
+}
+
+std::tuple<Tensor, Tensor, Tensor> gelu_tanh_quant(const Tensor& x, const OptionalTensor& scale,
+                                                   int64_t group_size, bool scales_by_columns,
+                                                   bool scale_ue8m0, bool return_unquantized,
+                                                   ScalarType dtype) {
+  const char* op = "gelu_tanh_quant";
+  check_rows(op, x);
+  check_columns(op, "x", x);
+  return run_quantised(op, x, columns_in(x),
+                       {scale, group_size, scales_by_columns, scale_ue8m0, dtype},
+                       return_unquantized, [&](ActivationForward& p) {
+                         p.formula = Formula::add;
+                         p.activation = Activation::gelu_tanh;
+                         return read_rows(p.x, p.x_stride, x);
+                       });
+}
+
 // (grad_gate, grad_up), either of them empty where not needed.
 std::tuple<Tensor, Tensor> glu_bwd(const Tensor& grad_out, const Tensor& gate, const Tensor& up,
                                    int64_t activation, bool needs_grad_gate, bool needs_grad_up) {
@@ -427,6 +501,12 @@ void register_gate_ops(const Ops& ops) {
       "glu_bwd(Tensor grad_out, Tensor gate, Tensor up, int activation, bool needs_grad_gate, "
       "bool needs_grad_up) -> (Tensor grad_gate, Tensor grad_up)",
       TORCH_BOX(&glu_bwd));
+  ops.op("silu_and_mul_quant(Tensor x, " FUSELAGE_QUANT_OPTIONS FUSELAGE_QUANT_RESULTS ")",
+         TORCH_BOX(&silu_and_mul_quant));
+  ops.op("swiglu_quant(Tensor gate, Tensor up, " FUSELAGE_QUANT_OPTIONS FUSELAGE_QUANT_RESULTS ")",
+         TORCH_BOX(&swiglu_quant));
+  ops.op("gelu_tanh_quant(Tensor x, " FUSELAGE_QUANT_OPTIONS FUSELAGE_QUANT_RESULTS ")",
+         TORCH_BOX(&gelu_tanh_quant));
   ops.with_fwd("bias_act(Tensor x, Tensor? bias, int activation) -> Tensor", TORCH_BOX(&bias_act));
   ops.op("bias_act_(Tensor(a!) x, Tensor? bias, int activation) -> ()", TORCH_BOX(&bias_act_));
   ops.with_fwd(

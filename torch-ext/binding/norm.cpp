@@ -1,5 +1,6 @@
 // Bindings of the norm family. The formulas are in norm/rms_norm.h.
 #include "binding.h"
+#include "quantised.h"
 
 #include "norm/rms_norm.h"
 #include "norm/rms_norm_cpu.h"
@@ -95,6 +96,56 @@ void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const Optional
   std::tie(p.out_stride, p.new_residual_stride) =
       check_written_sum(a.op, "fused_add_rms_norm", x, residual, {{"weight", &checked_weight}});
   run(a, p, {x, residual, std::nullopt});
+}
+
+void rms_norm_row(const RmsNormForward& p, int64_t row) { cpu::rms_norm_forward(p, row, row + 1); }
+
+struct QuantisedNorm {
+  QuantResults quant;
+  Tensor out;
+  OptionalTensor new_residual;
+};
+
+QuantisedNorm run_quantised(const Arguments& a, const QuantOptions& options, bool keeps_out) {
+  const Checked c = check(a);
+  Quantised<RmsNormForward> p{c.p, {}};
+  QuantisedNorm results{quant_results(a.op, a.x, p.dim, p.x_dtype, options, p.quant),
+                        keeps_out ? empty_like(a.x, a.x.scalar_type()) : no_tensor(a.x),
+                        {}};
+  if (a.residual.has_value()) results.new_residual = empty_like(a.x, a.x.scalar_type());
+  if (is_nothing(a.x, p.rows, p.dim)) return results;
+  const auto x = read_rows(p.x, p.x_stride, a.x);
+  const auto residual = read_rows(p.residual, p.residual_stride, a.residual);
+  if (keeps_out) p.out = results.out.mutable_data_ptr();
+  if (a.residual.has_value()) p.new_residual = results.new_residual->mutable_data_ptr();
+  launch_quantised<&rms_norm_row, &gpu::rms_norm_forward, &gpu::rms_norm_quantises,
+                   &gpu::rms_norm_quant>(a.op, a.x, p);
+  return results;
+}
+
+// `out` has no elements unless it is asked for.
+std::tuple<Tensor, Tensor, Tensor> rms_norm_quant(const Tensor& x, const OptionalTensor& weight,
+                                                  double eps, double weight_offset,
+                                                  bool cast_before_weight,
+                                                  const OptionalTensor& scale, int64_t group_size,
+                                                  bool scales_by_columns, bool scale_ue8m0,
+                                                  bool return_unquantized, ScalarType dtype) {
+  const Arguments a{"rms_norm_quant",   x,           std::nullopt, weight, eps, weight_offset,
+                    cast_before_weight, std::nullopt};
+  const QuantisedNorm results = run_quantised(
+      a, {scale, group_size, scales_by_columns, scale_ue8m0, dtype}, return_unquantized);
+  return {results.quant.q, results.quant.scale, results.out};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> fused_add_rms_norm_quant(
+    const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps,
+    double weight_offset, bool cast_before_weight, const OptionalTensor& scale, int64_t group_size,
+    bool scales_by_columns, bool scale_ue8m0, bool return_unquantized, ScalarType dtype) {
+  const Arguments a{"fused_add_rms_norm_quant", x,           residual, weight, eps, weight_offset,
+                    cast_before_weight,         std::nullopt};
+  const QuantisedNorm results = run_quantised(
+      a, {scale, group_size, scales_by_columns, scale_ue8m0, dtype}, return_unquantized);
+  return {results.quant.q, results.quant.scale, results.out, *results.new_residual};
 }
 
 template <bool kForGradient>
@@ -223,6 +274,15 @@ void register_norm_ops(const Ops& ops) {
       "pre_eps, float weight_offset, bool cast_before_weight",
       "Tensor out, Tensor new_residual", "Tensor post_rstd, Tensor pre_rstd",
       TORCH_BOX(&rms_norm_add_rms_norm<false>), TORCH_BOX(&rms_norm_add_rms_norm<true>));
+  ops.op(
+      "rms_norm_quant(Tensor x, Tensor? weight, float eps, float weight_offset, bool "
+      "cast_before_weight, " FUSELAGE_QUANT_OPTIONS FUSELAGE_QUANT_RESULTS ")",
+      TORCH_BOX(&rms_norm_quant));
+  ops.op(
+      "fused_add_rms_norm_quant(Tensor x, Tensor residual, Tensor? weight, float eps, float "
+      "weight_offset, bool cast_before_weight, " FUSELAGE_QUANT_OPTIONS FUSELAGE_QUANT_RESULTS
+      ", Tensor new_residual)",
+      TORCH_BOX(&fused_add_rms_norm_quant));
   ops.op(
       "fused_add_rms_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, float eps, float "
       "weight_offset, bool cast_before_weight) -> ()",

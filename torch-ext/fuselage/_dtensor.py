@@ -320,6 +320,7 @@ _AFFINE = ("weight", "bias")
 _SCALE, _GATE = ("scale", "shift"), ("gate", "scale", "shift")
 _ROTATED = Rotary(("q", "k"))
 _NORMED = Rotary(("q", "k"), ("q_weight", "k_weight"))
+_QUANTISES = Refused((), why="takes a rank's own tensor: a scale is of a row that is whole")
 _LOSS = Tokens(("logits",))
 _LINEAR_LOSS = Refused((), why="takes plain tensors; gather what is sharded, as with full_tensor()")
 _OPTIONS = ("seed", "offset", "temperature", "top_k", "top_p", "min_p")
@@ -389,7 +390,14 @@ RULES: dict[str, Rule] = {
     "log_probs_bwd": _gradient(("logits",), kind=Tokens),
     **_with_gradient("topk_softmax", Rule(("logits",), ("bias",))),
     "topk_softmax_bwd": _gradient(("logits", "weights", "indices", "grad_weights")),
-    "quant_fp8": Refused((), why="takes a rank's own tensor: a scale is of a row that is whole"),
+    "quant_fp8": _QUANTISES,
+    "rms_norm_quant": _QUANTISES,
+    "fused_add_rms_norm_quant": _QUANTISES,
+    "layer_norm_quant": _QUANTISES,
+    "ada_layer_norm_quant": _QUANTISES,
+    "silu_and_mul_quant": _QUANTISES,
+    "swiglu_quant": _QUANTISES,
+    "gelu_tanh_quant": _QUANTISES,
     "gumbel_sample": GivenLogits(("logits",), ("bias", "bitmask"), numbers=_OPTIONS),
     "lm_head_sample": Head(("hidden",), ("weight", "weight_scale", "bias"), numbers=_OPTIONS),
     "lm_head_sample_shard": Refused(

@@ -80,16 +80,21 @@ def quant_fp8(
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022; groups: DeepSeek-AI,
     "DeepSeek-V3", 2024; powers of two: OCP Microscaling Formats, 2023.
     """
-    by_columns = _LAYOUTS.get(scale_layout) if type(scale_layout) is str else None
-    if by_columns is None:
-        number_of("quant_fp8", "scale_layout", scale_layout, _LAYOUTS)  # raises
-    options = (scale, group_size, by_columns, scale_ue8m0, dtype)
+    options = (scale, group_size, number_of_layout("quant_fp8", scale_layout), scale_ue8m0, dtype)
     if needs_grad(x):
         _refuse_gradient(ste, dtype)
         q, made = _StraightThrough.apply(x, *options)
     else:
         q, made = _quant_fp8(x, *options)
     return Quantized(q, made if scale is None else scale)
+
+
+def number_of_layout(op: str, scale_layout: str) -> bool:
+    """Whether scales are column-major, as the ops take it."""
+    by_columns = _LAYOUTS.get(scale_layout) if type(scale_layout) is str else None
+    return (
+        number_of(op, "scale_layout", scale_layout, _LAYOUTS) if by_columns is None else by_columns
+    )
 
 
 def quantize_rows(x: torch.Tensor, in_groups: bool) -> Quantized:
@@ -138,7 +143,7 @@ register_autocast(Rule(("x",), float32=("scale",)), "quant_fp8")
 
 
 @fake_kernel_of("quant_fp8")
-def _fake(x, scale, group_size, by_columns, scale_ue8m0, dtype):
+def fake_quantized(x, scale, group_size, by_columns, scale_ue8m0, dtype):
     q = x.new_empty(x.shape, dtype=dtype)
     if scale is not None:
         return q, x.new_empty((0,), dtype=torch.float32)

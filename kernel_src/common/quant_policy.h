@@ -1,5 +1,5 @@
-// How the rows of quant_fp8 are laid out on a GPU: pure functions of the shape. A maximum does not
-// depend on the order, so neither do results.
+// How rows that are quantised are laid out on a GPU: pure functions of the shape. A maximum does
+// not depend on the order, so neither do results.
 #pragma once
 
 #include <algorithm>

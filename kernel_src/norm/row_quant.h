@@ -1,0 +1,48 @@
+// Operators of norm/row_forward.h whose result is quantised where it is in registers
+// (common/quant_device.h): a row is read once, and written in eight bits.
+#pragma once
+
+#include "common/quant_device.h"
+#include "norm/row_forward.h"
+#include "norm/row_quant_policy.h"
+
+namespace fuselage {
+
+// Of an operator whose rows and results are of one half-precision type.
+template <typename Op, typename Forward>
+struct QuantisedOp : Op {
+  struct Params : Forward {
+    QuantForward quant;
+  };
+  static constexpr int N = Op::N;
+  static constexpr bool kMostVectors = false;
+
+  static constexpr int threads(bool, bool) { return kForwardThreads; }
+  static constexpr int blocks(bool, bool) { return 2; }
+
+  template <int kVectors>
+  static __device__ __forceinline__ void quantise(
+      const Params& p, const Vector<typename Op::In, N> (&vectors)[kVectors], int64_t row,
+      int first_column, int left) {
+    quantise_row<true>(p.quant, vectors, row, first_column, left);
+  }
+};
+
+template <typename Op, typename Forward>
+constexpr bool kQuantises<QuantisedOp<Op, Forward>> = true;
+
+// Of rows that is_one_kernel.
+template <typename Op, typename Forward>
+gpuError launch_row_quant(const Forward& forward, const QuantForward& quant, int device,
+                          gpuStream stream) {
+  using Both = QuantisedOp<Op, Forward>;
+  const RowPolicy policy = row_quant_policy(device_info(device), forward.rows, forward.dim);
+  const auto kernel = policy.vectors == 1
+                          ? &row_forward_kernel<Both, 1, 1, true, false>
+                          : &row_forward_kernel<Both, kForwardVectors, 1, true, false>;
+  return gpu_launch(kernel, dim3(ceil_div(forward.rows, policy.rows_per_block)),
+                    dim3(policy.threads_per_row, policy.rows_per_block), 0, 1, stream,
+                    typename Both::Params{forward, quant}, 1);
+}
+
+}  // namespace fuselage
