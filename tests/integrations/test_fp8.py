@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
+from collections import Counter
 
 import pytest
 import torch
 from integrations.models import build, logits, tokens
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 E4M3 = torch.float8_e4m3fn
 
@@ -63,6 +66,96 @@ def test_causal_models(integration, fuselage, name, option, recipe):
         with torch.no_grad():
             assert torch.equal(logits(patched, ids), theirs)
     assert {n: id(m) for n, m in model.named_modules()} == before
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that quantise."""
+
+    def __init__(self):
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().rpartition("::")[2]
+        if "quant" in name:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("option", ["fp8", "fp8_blockwise"])
+@pytest.mark.parametrize(
+    ("name", "each_layer"),
+    [
+        ("Llama", {"quant_fp8": 3, "swiglu_quant": 1}),
+        ("Phi3", {"quant_fp8": 3, "silu_and_mul_quant": 1}),
+        ("Gemma3", {"quant_fp8": 4}),
+    ],
+)
+def test_what_is_quantised_once(integration, fuselage, monkeypatch, name, each_layer, option):
+    """Query, key and value share it, gate and up do, and the gate hands its result over; with the
+    bits of each linear for itself.
+    """
+    model = build(name)
+    integration.patch(model, linear=option)
+    with torch.no_grad():
+        ids = tokens()
+        with Calls() as calls:
+            ours = logits(model, ids)
+        assert calls.counts == {n: 2 * count for n, count in each_layer.items()}
+        linear = type(model.model.layers[0].mlp.down_proj)
+        monkeypatch.setattr(linear, "quantize", fuselage.modules.Fp8Linear.quantize)
+        gates = sys.modules[linear.__module__.replace("_linears", "_gates")]
+        monkeypatch.setattr(gates, "takes_quantized", lambda *_: False)
+        with Calls() as calls:
+            assert torch.equal(logits(model, ids), ours)
+        # Phi3 has one linear for query, key and value, and one for gate and up.
+        assert calls.counts == {"quant_fp8": 2 * (4 if name == "Phi3" else 7)}
+
+
+@pytest.mark.parametrize("option", ["fp8", "fp8_blockwise"])
+def test_what_is_not_shared(integration, option):
+    """After a write, of inference tensors, of parameters, and by linears of another kind."""
+    model = Model(Block())
+    integration.patch(model, linear=option)
+    first, second = model.blocks[0].first, model.blocks[0].second
+    x = torch.randn(5, 32)
+    with torch.no_grad():
+        for given in (x, nn.Parameter(x.clone())):
+            with Calls() as calls:
+                first(given), second(given)
+            assert calls.counts["quant_fp8"] == (1 if given is x else 2)
+        x.mul_(2)
+        assert torch.equal(first(x), first(x.clone()))
+    with torch.inference_mode():
+        y = torch.randn(5, 32)
+        with Calls() as calls:
+            first(y), second(y)
+        assert calls.counts["quant_fp8"] == 2
+        y.mul_(2)
+        assert torch.equal(first(y), first(y.clone()))
+
+
+def test_a_down_projection_with_a_hook_gets_a_tensor(integration):
+    model = build("Llama")
+    integration.patch(model, linear="fp8")
+    seen = []
+    down = model.model.layers[0].mlp.down_proj
+    with torch.no_grad():
+        ids = tokens()
+        expected = logits(model, ids)
+        down.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+        assert torch.equal(logits(model, ids), expected)
+    assert len(seen) == 1 and isinstance(seen[0], torch.Tensor)
+
+
+def test_gradients_pass_a_gate(integration):
+    """Adapters before a float8 linear are trained: nothing is handed over there."""
+    model = build("Llama")
+    integration.patch(model, linear="fp8")
+    embedding = model.model.embed_tokens.weight
+    embedding.requires_grad_(True)
+    with Calls() as calls:
+        logits(model, tokens()).sum().backward()
+    assert embedding.grad.abs().sum() > 0 and "swiglu_quant" not in calls.counts
 
 
 def test_without_the_option_linears_stay(integration):

@@ -647,8 +647,11 @@ class Fp8Linear(_fp8.Fp8Weight):
         dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
         if some_need_grad(x, self.bias):
             return _fp8.Product.apply(x, *tensors, dtype, *options)
-        q, scale = quantize_rows(x, self.recipe == "blockwise")
-        return _fp8.product(q, scale, *tensors, dtype, *options)
+        return _fp8.product(*self.quantize(x), *tensors, dtype, *options)
+
+    def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x` as the product takes it: float8, and scales of its rows or groups."""
+        return quantize_rows(x, self.recipe == "blockwise")
 
     def dequantized(self, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
         """The weight that is multiplied with: `q * scale`, in `dtype` or that of the module."""

@@ -9,6 +9,7 @@ from typing import Callable, Optional
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..fused_quant import silu_and_mul_quant, swiglu_quant
 from ..gate import (
     geglu,
     gelu,
@@ -25,6 +26,7 @@ from ..gate import (
     swiglu_clamped,
 )
 from . import _probe
+from ._linears import takes_quantized
 from ._patch import Found, Match, marked
 
 # What the report is about. What is replaced is for the probes to decide.
@@ -198,11 +200,22 @@ def recognise_gated_mlp(module: torch.nn.Module) -> Found:
     return Match(function.fuselage_replacement, function, covers=covers)
 
 
+# Gates that hand their result to a float8 linear quantised. The compiler cannot, so that these are
+# called under torch.compile, too.
+_QUANTIZING = {"silu": (swiglu_quant, silu_and_mul_quant)}
+
+
 @cache
 def _apart_forward(activation: str) -> Callable:
     gated = _TWO_INPUTS[activation]
+    quantizing, _ = _QUANTIZING.get(activation, (None, None))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if quantizing is not None and takes_quantized(self.down_proj, x):
+            gate, up = self.gate_proj(x), self.up_proj(x)
+            if takes_quantized(self.down_proj, gate) and gate.dtype == up.dtype:
+                return self.down_proj(quantizing(gate, up, **self.down_proj.quantization))
+            return self.down_proj(gated(gate, up))
         if _probe.left_to_the_compiler():
             return type(self).forward(self, x)
         gate = self.gate_proj(x)
@@ -217,8 +230,14 @@ def _apart_forward(activation: str) -> Callable:
 @cache
 def _packed_forward(activation: str) -> Callable:
     gated = _GATE_FIRST[activation]
+    _, quantizing = _QUANTIZING.get(activation, (None, None))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if quantizing is not None and takes_quantized(self.down_proj, hidden_states):
+            packed = self.gate_up_proj(hidden_states)
+            if takes_quantized(self.down_proj, packed):
+                return self.down_proj(quantizing(packed, **self.down_proj.quantization))
+            return self.down_proj(gated(packed))
         if _probe.left_to_the_compiler():
             return type(self).forward(self, hidden_states)
         packed = self.gate_up_proj(hidden_states)

@@ -19,6 +19,7 @@ from torch import nn
 
 from .._fp8 import MULTIPLE
 from ..modules import Fp8Linear
+from ..quant import GROUP
 from ._patch import Report, foreign_forward, listened_to
 
 RECIPES = {"fp8": "rowwise", "fp8_blockwise": "blockwise"}
@@ -36,10 +37,43 @@ _FLOAT8_CLASSES = (
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+_KEPT = "_fuselage_quantized"  # of a tensor: what it was quantised to, and when
+
+# As `quantize_rows` has them.
+_QUANTIZATION = {
+    "rowwise": {},
+    "blockwise": {"group_size": GROUP, "scale_layout": "col_tma"},
+}
+
+
+def takes_quantized(linear: nn.Module, x: torch.Tensor) -> bool:
+    """Whether a linear of ours may be given what one made of `x` as `(q, scale)`."""
+    return (
+        isinstance(linear, PatchedLinear)
+        and linear.dtype == x.dtype
+        and not (torch.is_grad_enabled() and x.requires_grad)
+        and not listened_to(linear)
+    )
+
+
+def _may_keep(x: torch.Tensor) -> bool:
+    """Whether it shows when something is written to `x`, as it does not for inference tensors, and
+    for parameters by their `data`. What was made before a capture the graph would not make again.
+    """
+    if x.is_inference() or isinstance(x, nn.Parameter):
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _stream_of(x: torch.Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
+
+
 class PatchedLinear(Fp8Linear):
     """One that knows what it stands for, of which no submodule, parameter or state is made.
 
-    It is copied as it is, and pickled as the other.
+    It is copied as it is, and pickled as the other. In eager mode, linears that are called with the
+    same tensor one after the other share what it is quantised to: query, key and value do.
     """
 
     @classmethod
@@ -53,6 +87,21 @@ class PatchedLinear(Fp8Linear):
         """Where the model went meanwhile."""
         linear = vars(self)["fuselage_original"].to(self.weight.device, self.dtype)
         return linear.train(self.training)
+
+    @property
+    def quantization(self) -> dict:
+        """The options of `quant_fp8` for what it takes."""
+        return _QUANTIZATION[self.recipe]
+
+    def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.compiler.is_compiling() or not _may_keep(x):
+            return super().quantize(x)
+        key = (self.recipe, x._version, _stream_of(x))
+        kept = getattr(x, _KEPT, None)
+        if kept is None or kept[0] != key:
+            kept = (key, super().quantize(x))
+            setattr(x, _KEPT, kept)
+        return kept[1]
 
     def _get_name(self) -> str:
         return Fp8Linear.__name__
