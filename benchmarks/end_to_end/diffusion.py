@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .models import BLOCKS_NOTE, Scenario, compiled_blocks, compiled_whole, created_on
+from .models import BLOCKS_NOTE, FLOAT8, Scenario, compiled_blocks, compiled_whole, created_on
 
 
 @dataclass
@@ -142,7 +142,13 @@ DENOISERS = {
 
 
 def denoising(
-    device: str, quick: bool, layers: int | None, exact: bool = False, *, kind: str
+    device: str,
+    quick: bool,
+    layers: int | None,
+    exact: bool = False,
+    *,
+    kind: str,
+    float8: bool = False,
 ) -> Scenario:
     """A step of the transformer alone, without text encoder and autoencoder."""
     import diffusers
@@ -179,6 +185,7 @@ def denoising(
         integration="diffusers",
         per_sample=denoiser.steps,
         notes=[*notes, BLOCKS_NOTE, "the transformer alone: no text encoder, no autoencoder"],
+        **(FLOAT8 if float8 else {}),
     )
 
 

@@ -75,6 +75,12 @@ def compiled_blocks(blocks: list[torch.nn.Module], model: torch.nn.Module):
     return compile
 
 
+# What is also timed with float8 linears: fuselage's operators without them, and with them.
+FLOAT8 = {
+    "variants": {"fuselage": {}, "fuselage + fp8": {"linear": "fp8"}},
+    "rough": ("fp8", "fuselage + fp8"),
+}
+
 BLOCKS_NOTE = "compiled block by block (fullgraph), as all blocks are alike"
 
 

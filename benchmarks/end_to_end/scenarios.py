@@ -9,7 +9,7 @@ import torch
 
 from .batch import Batches
 from .diffusion import AUTOENCODERS, DENOISERS, decoding, denoising
-from .models import BLOCKS_NOTE, Scenario, compiled_blocks, compiled_whole, created_on
+from .models import BLOCKS_NOTE, FLOAT8, Scenario, compiled_blocks, compiled_whole, created_on
 
 # Causal language models, by the name of their classes, and a size where there are several.
 SHAPES = {
@@ -121,13 +121,6 @@ def how_compiled(model: torch.nn.Module, whole: bool) -> tuple[Callable, str]:
     if whole:
         return compiled_whole(model), "compiled whole"
     return compiled_blocks(list(model.model.layers), model), BLOCKS_NOTE
-
-
-# What is also timed with float8 linears: fuselage's operators without them, and with them.
-FLOAT8 = {
-    "variants": {"fuselage": {}, "fuselage + fp8": {"linear": "fp8"}},
-    "rough": ("fp8", "fuselage + fp8"),
-}
 
 
 def prefill(
@@ -352,6 +345,7 @@ def encoding(device: str, quick: bool, layers: int | None, exact: bool = False) 
 WHOLE = ("Llama", "Qwen3", "Gemma3", "Olmo2")
 LOSSES = ("Llama", "Qwen3-4B")
 IN_FLOAT8 = ("Llama", "Qwen3")
+DENOISERS_IN_FLOAT8 = ("ltx-video", "flux")
 
 # With `exact`, in float32.
 SCENARIOS: dict[str, Callable[..., Scenario]] = {
@@ -376,4 +370,5 @@ SCENARIOS: dict[str, Callable[..., Scenario]] = {
         for kind in IN_FLOAT8
         for factory in (prefill, decode)
     },
+    **{f"{kind}-fp8": partial(denoising, kind=kind, float8=True) for kind in DENOISERS_IN_FLOAT8},
 }

@@ -104,7 +104,7 @@ def gated(residual, a, b):
 
 def _modulates(norm: torch.nn.Module, x, scale, shift, cast: bool) -> bool:
     """Whether the fused operator takes these, gives the dtype of the formula, and hides nothing."""
-    if not isinstance(x, torch.Tensor) or x.dtype not in _probe.DTYPES or _probe.autocasts(x):
+    if not isinstance(x, torch.Tensor) or not _probe.taken(x) or _probe.autocasts(x):
         return False
     if not _is_ours(norm) or not (_spreads(scale, x, cast) and _spreads(shift, x, cast)):
         return False
