@@ -847,20 +847,25 @@ void quant_fp8(const DeviceInfo& device, Report& report) {
 
 // Norms that quantise: the rows of one kernel, norm/row_quant_policy.h.
 void row_quant(const DeviceInfo& device, Report& report) {
-  for (const int64_t dim : {8, 64, 128, 256, 264, 1024, 2880, 4096, 4104, 8192, 16384}) {
+  for (const int64_t dim : {8, 64, 128, 256, 264, 1024, 2048, 2880, 4096, 4104, 8192, 16384}) {
     for (const int64_t rows : {1, 7, 100, 1000, 20000, 1 << 20}) {
-      report.begin(std::to_string(rows) + " rows of " + std::to_string(dim) + " columns");
-      const RowPolicy policy = row_quant_policy(device, rows, dim);
-      expect_legal(report, device,
-                   {policy.vectors, 1, policy.threads_per_row, policy.rows_per_block, 0, 1},
-                   kForwardThreads);
-      report.expect(int64_t{policy.threads_per_row} * policy.vectors * 8 >= dim,
-                    "columns without a thread");
-      report.expect(policy.vectors == 1 || policy.threads_per_row % kWarpSize == 0,
-                    "vectors that do not lie a warp apart");
-      report.expect(policy.vectors == 1 || policy.vectors == kForwardVectors, "no such kernel");
-      report.expect(policy.rows_per_block == 1 || policy.threads_per_row <= kWarpSize,
-                    "several rows that wait for each other");
+      for (const bool most_vectors : {false, true}) {
+        report.begin(std::to_string(rows) + " rows of " + std::to_string(dim) + " columns");
+        const RowPolicy policy = row_quant_policy(device, rows, dim, most_vectors);
+        const bool most = policy.vectors == kForwardMostVectors;
+        expect_legal(report, device,
+                     {policy.vectors, 1, policy.threads_per_row, policy.rows_per_block, 0, 1},
+                     most ? kForwardMostVectorThreads : kForwardThreads);
+        report.expect(int64_t{policy.threads_per_row} * policy.vectors * 8 >= dim,
+                      "columns without a thread");
+        report.expect(policy.vectors == 1 || policy.threads_per_row % kWarpSize == 0,
+                      "vectors that do not lie a warp apart");
+        report.expect(
+            policy.vectors == 1 || policy.vectors == kForwardVectors || (most && most_vectors),
+            "no such kernel");
+        report.expect(policy.rows_per_block == 1 || policy.threads_per_row <= kWarpSize,
+                      "several rows that wait for each other");
+      }
     }
   }
 }

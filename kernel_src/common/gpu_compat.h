@@ -210,6 +210,13 @@ __device__ __forceinline__ void warp_barrier() {
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
 
+// Of a kernel with blocks of up to so many threads. HIP's compiler is told the threads alone.
+#if defined(USE_ROCM)
+#define FUSELAGE_MAX_REGISTERS(threads, registers) __launch_bounds__(threads)
+#else
+#define FUSELAGE_MAX_REGISTERS(threads, registers) __maxnreg__(registers)
+#endif
+
 // What a launch returned. An error is also kept for the next one that asks, which would take it for
 // its own.
 inline gpuError gpu_launched(gpuError error) {

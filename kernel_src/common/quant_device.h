@@ -39,6 +39,15 @@ __device__ __forceinline__ V opaque(V value) {
 template <typename T, int N>
 __device__ __forceinline__ uint32_t key_of(const Vector<T, N>& vector) {
   uint32_t key = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  // Two numbers of half precision side by side, and three such pairs an instruction.
+  if constexpr (sizeof(T) == 2 && Vector<T, N>::kWords % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < Vector<T, N>::kWords; i += 2)
+      key = __vimax3_u16x2(key, vector.words[i] & 0x7fff7fffu, vector.words[i + 1] & 0x7fff7fffu);
+    return max(key, key << 16);
+  }
+#endif
 #pragma unroll
   for (int i = 0; i < Vector<T, N>::kWords; ++i) {
     const uint32_t word = vector.words[i];
@@ -100,13 +109,23 @@ struct ScaleDivisor {
     // Of infinity: zeros of the sign of x, and NaN of infinities.
     if (isinf(by)) scale = reciprocal = rest = 0.0f;
   }
-  // |x| is no larger than what the scale was made of, or twice that.
+  // |x| is no larger than what the scale was made of, or twice that. A zero may have any sign.
   __device__ __forceinline__ float quotient(float x) const {
     const float first = fmaf(x, reciprocal, x * rest);
     const float remainder = fmaf(-first, scale, x);
-    return copysignf(fmaf(remainder, reciprocal, first), x);  // of a zero, too
+    return fmaf(remainder, reciprocal, first);
   }
 };
+
+// The upper bytes of four numbers of half precision.
+__device__ __forceinline__ uint32_t upper_bytes(uint32_t first, uint32_t second) {
+#if defined(__CUDA_ARCH__)
+  return __byte_perm(first, second, 0x7531);
+#else
+  return (first >> 8 & 0xffu) | (first >> 16 & 0xff00u) | (second << 8 & 0xff0000u) |
+         (second & 0xff000000u);
+#endif
+}
 
 // Cuts off what lies out of range, which a quotient could not hold. NaN stays.
 template <int N>
@@ -191,9 +210,10 @@ __device__ __forceinline__ void store_codes(const Vector<uint8_t, N>& codes, uin
   }
 }
 
-// A vector from its values to its codes in memory. `bound`: of a given scale, beyond which the
-// dividend is out of range; or infinity.
-template <bool kForMany, bool kTyped, typename T, int N>
+// A vector from its values to its codes in memory. kRare: with any scale. Otherwise with a positive
+// one that needs no factor, which was made of the values: nothing is out of range. `bound`: of a
+// given scale, beyond which the dividend is out of range; or infinity.
+template <bool kForMany, bool kTyped, bool kRare, typename T, int N>
 __device__ __forceinline__ void quantise(const QuantForward& p, const Vector<T, N>& vector,
                                          const ScaleDivisor& divisor, float bound, uint8_t* target,
                                          int left) {
@@ -203,12 +223,32 @@ __device__ __forceinline__ void quantise(const QuantForward& p, const Vector<T, 
   } else {
     unpack(vector, opaque(p.x_dtype), values);
   }
+  if constexpr (kRare) {
 #pragma unroll
-  for (int k = 0; k < N; ++k) values[k] *= divisor.factor;
-  if (bound < INFINITY) cut_off(values, bound);
+    for (int k = 0; k < N; ++k) values[k] *= divisor.factor;
+    if (bound < INFINITY) cut_off(values, bound);
+  }
 #pragma unroll
-  for (int k = 0; k < N; ++k) values[k] = divisor.quotient(values[k]);
-  store_codes<kForMany>(encode<kForMany>(values, opaque(p.format)), target, left);
+  for (int k = 0; k < N; ++k) {
+    const float quotient = divisor.quotient(values[k]);
+    values[k] =
+        kRare || sizeof(T) != 2 ? copysignf(quotient, values[k] * divisor.reciprocal) : quotient;
+  }
+  Vector<uint8_t, N> codes = encode<kForMany>(values, opaque(p.format));
+  if constexpr (!kRare && sizeof(T) == 2) {
+    // The signs of x, which are the upper bits of its upper bytes.
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i) {
+      const uint32_t upper = upper_bytes(vector.words[2 * i], vector.words[2 * i + 1]);
+      codes.words[i] = (codes.words[i] & 0x7f7f7f7fu) | (upper & 0x80808080u);
+    }
+  }
+  store_codes<kForMany>(codes, target, left);
+}
+
+// Whether a scale needs the code for any.
+__device__ __forceinline__ bool is_rare(const ScaleDivisor& divisor, float bound) {
+  return divisor.factor != 1.0f || bound < INFINITY || !(divisor.scale > 0.0f);
 }
 
 template <bool kTyped, typename T>
@@ -230,7 +270,8 @@ __device__ __forceinline__ float scale_of_group(const QuantForward& p, const Vec
   constexpr int kLanes = kQuantGroup / N;
   // NOTE: a row of fewer lanes is shorter than a group.
   const int width = min(kLanes, static_cast<int>(blockDim.x));
-  const float scale = scale_of<kTyped, T>(p, largest_of_lanes<kLanes>(key_of(vector), width));
+  const float scale =
+      scale_of<kTyped, T>(p, largest_of_lanes<kLanes>(write ? key_of(vector) : 0, width));
   if (threadIdx.x % width == 0 && write) {
     const int64_t group = column / kQuantGroup;
     p.scale[row * p.scale_row_stride + group * p.scale_group_stride] = scale;
@@ -240,34 +281,51 @@ __device__ __forceinline__ float scale_of_group(const QuantForward& p, const Vec
 
 // A row's vectors, of which a thread has kVectors a warp apart, to scales and codes: aligned rows
 // of float8_e4m3fn, which a warp or less, or the block has. `first_column`, `left`: the first
-// column of this thread, and how many there are from there on, none past the last row. What is past
-// the end of a row is zero.
+// column of this thread, and how many there are from there on, none past the last row.
 template <bool kTyped, typename T, int kVectors>
 __device__ __forceinline__ void quantise_row(const QuantForward& p,
                                              const Vector<T, 16 / sizeof(T)> (&vectors)[kVectors],
                                              int64_t row, int first_column, int left) {
   constexpr int kStep = kWarpSize * 16 / static_cast<int>(sizeof(T));
   __shared__ uint32_t warps[kWarpSize];
+  uint8_t* target = p.q + row * p.dim + first_column;
+  const auto each_vector = [&](auto&& f) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) f(vectors[j], j * kStep);
+  };
+  if (p.in_groups) {
+    each_vector([&](const auto& vector, int offset) {
+      const ScaleDivisor divisor(
+          scale_of_group<kTyped>(p, vector, row, first_column + offset, left > offset));
+      if (is_rare(divisor, INFINITY)) {
+        quantise<true, kTyped, true>(p, vector, divisor, INFINITY, target + offset, left - offset);
+      } else {
+        quantise<true, kTyped, false>(p, vector, divisor, INFINITY, target + offset, left - offset);
+      }
+    });
+    return;
+  }
   float scale = 1.0f;
   if (p.given_scale != nullptr) {
     scale = *p.given_scale;
-  } else if (!p.in_groups) {
+  } else {
     uint32_t key = 0;
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) key = max(key, key_of(vectors[j]));
+    each_vector([&](const auto& vector, int offset) {
+      key = max(key, left > offset ? key_of(vector) : 0);
+    });
     scale = scale_of<kTyped, T>(p, largest_of_row(key, warps));
     if (threadIdx.x == 0 && row < p.rows) p.scale[row * p.scale_row_stride] = scale;
   }
-  ScaleDivisor divisor(scale);
+  const ScaleDivisor divisor(scale);
   const float bound = bound_of(p, divisor);
-  uint8_t* target = p.q + row * p.dim + first_column;
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    const int offset = j * kStep;
-    if (opaque(p.in_groups))
-      divisor = ScaleDivisor(
-          scale_of_group<kTyped>(p, vectors[j], row, first_column + offset, left > offset));
-    quantise<true, kTyped>(p, vectors[j], divisor, bound, target + offset, left - offset);
+  if (is_rare(divisor, bound)) {
+    each_vector([&](const auto& vector, int offset) {
+      quantise<true, kTyped, true>(p, vector, divisor, bound, target + offset, left - offset);
+    });
+  } else {
+    each_vector([&](const auto& vector, int offset) {
+      quantise<true, kTyped, false>(p, vector, divisor, bound, target + offset, left - offset);
+    });
   }
 }
 

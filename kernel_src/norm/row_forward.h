@@ -258,7 +258,7 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
         if (next < kVectors) loaded[next] = columns.load(column_of(next), dim);
         const auto out = columns.map(s[i][j], stats, loaded[j]);
         if constexpr (kQuantises<Op>) {
-          s[i][j] = select(left_of(i) > j * kStep, out, Vector<T, N>::zero());
+          s[i][j] = out;
           if (p.out == nullptr) continue;
         }
         storing.put(j, out);

@@ -25,6 +25,21 @@ struct RowForwardShape {
   bool light;         // one sum of one input: little besides the loads
 };
 
+// What a thread does for a row's moments besides its vectors takes as many instructions as four of
+// them. Eight pay where a row then has one warp, and there are rows for five waves of them; or
+// where a block would have more than half of its threads. On an H200, bfloat16: ada_layer_norm of
+// (32760, 1536) takes 64 us with four and 55 with eight, layer_norm of (4096, 16384) 75 and 70;
+// but ada_layer_norm of (9984, 2048), three waves, 27 and 29, and layer_norm of (8192, 3072), two
+// warps, 29 and 33.
+inline bool most_vectors_pay(const DeviceInfo& device, int64_t rows, int64_t count) {
+  const int64_t resident_warps = int64_t{device.multiprocessors} * kForwardMostVectorBlocks *
+                                 kForwardMostVectorThreads / kWarpSize;
+  const bool one_warp = count > kWarpSize * kForwardVectors &&
+                        count <= kWarpSize * kForwardMostVectors &&
+                        rows >= device.tuning.norm_wide_waves * resident_warps;
+  return one_warp || count > int64_t{kForwardThreads} * kForwardVectors / 2;
+}
+
 // How many vectors a thread has does not change the order of a row's sum (norm/row_reduce.h), so it
 // may depend on the number of rows.
 inline RowPolicy row_forward_policy(const DeviceInfo& device, const RowForwardShape& shape) {
@@ -53,19 +68,8 @@ inline RowPolicy row_forward_policy(const DeviceInfo& device, const RowForwardSh
   };
   // rms_norm of (1024, 2048) took 4.1 us with two vectors before it came here, and 4.6 with four.
   const bool few_rows = all_resident(1), two_pay = few_rows || (shape.light && all_resident(2));
-  // What a thread does for a row's moments besides its vectors takes as many instructions as four
-  // of them. Eight pay where a row then has one warp, and there are rows for five waves of them; or
-  // where a block would have more than half of its threads. On an H200, bfloat16: ada_layer_norm of
-  // (32760, 1536) takes 64 us with four and 55 with eight, layer_norm of (4096, 16384) 75 and 70;
-  // but ada_layer_norm of (9984, 2048), three waves, 27 and 29, and layer_norm of (8192, 3072), two
-  // warps, 29 and 33.
-  const int64_t resident_warps = int64_t{device.multiprocessors} * kForwardMostVectorBlocks *
-                                 kForwardMostVectorThreads / kWarpSize;
-  const bool one_warp = count > kWarpSize * kForwardVectors &&
-                        count <= kWarpSize * kForwardMostVectors &&
-                        shape.rows >= device.tuning.norm_wide_waves * resident_warps;
   const bool most_vectors =
-      shape.most_vectors && policy.cluster == 1 && (one_warp || count > block_vectors / 2);
+      shape.most_vectors && policy.cluster == 1 && most_vectors_pay(device, shape.rows, count);
   const auto held = [&](int vectors) { return int64_t{threads_for(count, vectors)} * vectors; };
   if (count <= kWarpSize) {
     policy.vectors = 1;

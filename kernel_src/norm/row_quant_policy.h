@@ -22,16 +22,19 @@ inline bool is_one_kernel(const Quantised<Forward>& p) {
 }
 
 // A row of several vectors a thread, or of one where all rows are on the GPU at once. Neither the
-// row's sums nor its maximum depend on that.
-inline RowPolicy row_quant_policy(const DeviceInfo& device, int64_t rows, int64_t dim) {
+// row's sums nor its maximum depend on that. `most_vectors`: whether there is a kernel with
+// kForwardMostVectors.
+inline RowPolicy row_quant_policy(const DeviceInfo& device, int64_t rows, int64_t dim,
+                                  bool most_vectors) {
   const int64_t count = ceil_div(dim, 8);
   RowPolicy policy{1, 1, threads_for(count, 1), 1, 1, false};
   const bool few_rows = policy.threads_per_row <= kForwardThreads &&
                         rows * policy.threads_per_row <=
                             int64_t{device.multiprocessors} * device.tuning.norm_resident_threads;
   if (count > kWarpSize && !few_rows) {
-    policy.vectors = kForwardVectors;
-    policy.threads_per_row = std::max(threads_for(count, kForwardVectors), kWarpSize);
+    most_vectors = most_vectors && most_vectors_pay(device, rows, count);
+    policy.vectors = most_vectors ? kForwardMostVectors : kForwardVectors;
+    policy.threads_per_row = std::max(threads_for(count, policy.vectors), kWarpSize);
   }
   if (policy.threads_per_row <= kWarpSize)
     policy.rows_per_block = kForwardShortThreads / policy.threads_per_row;

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kQuantThreads)
       !makes_row_scale || !is_held, [&](int column, int left, const Vector<T, N>& vector) {
         if (p.in_groups)
           divisor = ScaleDivisor(scale_of_group<false>(p, vector, row, column, left > 0));
-        quantise<false, false>(p, vector, divisor, bound, p.q + row * p.dim + column, left);
+        quantise<false, false, true>(p, vector, divisor, bound, p.q + row * p.dim + column, left);
       });
 }
 
