@@ -18,8 +18,11 @@ _MATMUL = re.compile(
 _ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
 _FUSELAGE = re.compile(r"fuselage", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"adam|multi_tensor|foreach", re.IGNORECASE)
+# The compiler's own, whose names tell of all that they are fused with.
+_GENERATED = re.compile(r"^triton_(poi|red|per)_")
 _KINDS = (
-    ("fuselage", _FUSELAGE),  # first: none of ours is a matmul or attention
+    ("other", _GENERATED),
+    ("fuselage", _FUSELAGE),  # before others: none of ours is a matmul or attention
     ("attention", _ATTENTION),
     ("matmul", _MATMUL),
     ("optimizer", _OPTIMIZER),
