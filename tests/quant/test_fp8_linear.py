@@ -301,6 +301,28 @@ def test_where_it_is_not_emulated(fuselage, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
+@each_dtype
+@pytest.mark.parametrize("bias", [True, False])
+def test_few_rows_compiled(fuselage, device, dtype, bias):
+    """Rows that are scaled after the product, and more of them, which are scaled in it."""
+    _, module = made(fuselage, 256, 384, device, "rowwise", dtype=dtype, bias=bias)
+    if module.few_rows == 0:
+        pytest.skip("this GPU has no use for it")
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: module(x * 2), fullgraph=True)
+    for lead in ((1,), (2, 3), (64,), (65,)):
+        x = normal((*lead, 256), dtype, device)
+        with torch.no_grad():
+            found, expected = compiled(x), module(x * 2)
+        assert found.dtype == dtype and found.shape == expected.shape
+        # Both round once or twice to the dtype, and the other to bfloat16 before.
+        difference = (found.double() - expected.double()).abs()
+        scale = expected.double().square().mean().sqrt()
+        assert (difference <= 2**-7 * (expected.double().abs() + scale)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
 @each_recipe
 def test_both_devices_agree(fuselage, device, recipe):
     _, module = made(fuselage, 512, 256, device, recipe)

@@ -640,14 +640,14 @@ class Fp8Linear(_fp8.Fp8Weight):
         if not isinstance(x, torch.Tensor):
             q, scale = x
             _fp8.check_quantized(q, scale, self.in_features, self.recipe)
-            return _fp8.product(q, scale, *tensors, self.dtype, *options)
+            return _fp8.product(q, scale, *tensors, self.dtype, *options, self.few_rows)
         _fp8.check_columns(x, self.in_features)
         kind = x.device.type
         autocast = kind != "meta" and torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
         if some_need_grad(x, self.bias):
             return _fp8.Product.apply(x, *tensors, dtype, *options)
-        return _fp8.product(*self.quantize(x), *tensors, dtype, *options)
+        return _fp8.product(*self.quantize(x), *tensors, dtype, *options, self.few_rows)
 
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`x` as the product takes it: float8, and scales of its rows or groups."""
