@@ -158,6 +158,17 @@ def test_gradients_pass_a_gate(integration):
     assert embedding.grad.abs().sum() > 0 and "swiglu_quant" not in calls.counts
 
 
+def test_a_bias_after_a_gate_is_trained(integration):
+    """A product of what is quantised already has no gradients."""
+    model = build("Llama", mlp_bias=True)
+    integration.patch(model, linear="fp8")
+    bias = model.model.layers[0].mlp.down_proj.bias
+    model.requires_grad_(False)
+    bias.requires_grad_(True)
+    logits(model, tokens()).sum().backward()
+    assert bias.grad.abs().sum() > 0
+
+
 def test_without_the_option_linears_stay(integration):
     model = build("Llama")
     report = integration.patch(model)

@@ -48,12 +48,10 @@ _QUANTIZATION = {
 
 def takes_quantized(linear: nn.Module, x: torch.Tensor) -> bool:
     """Whether a linear of ours may be given what one made of `x` as `(q, scale)`."""
-    return (
-        isinstance(linear, PatchedLinear)
-        and linear.dtype == x.dtype
-        and not (torch.is_grad_enabled() and x.requires_grad)
-        and not listened_to(linear)
-    )
+    if not isinstance(linear, PatchedLinear) or linear.dtype != x.dtype or listened_to(linear):
+        return False
+    trains_bias = linear.bias is not None and linear.bias.requires_grad
+    return not (torch.is_grad_enabled() and (x.requires_grad or trains_bias))
 
 
 def _may_keep(x: torch.Tensor) -> bool:
