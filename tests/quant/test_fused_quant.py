@@ -139,7 +139,6 @@ def test_vectors_of_float32(fuselage, device, fused):
     check(fuselage, fused, given)
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("name", ["scale", "shift", "both", "weights", "rows"])
 def test_modulations(fuselage, device, name):
     """Scale or shift alone, with weight and bias, and of each row."""
@@ -154,7 +153,6 @@ def test_modulations(fuselage, device, name):
     check(fuselage, fused, given)
 
 
-@pytest.mark.kernels_ci
 @each_fused
 @pytest.mark.parametrize("group_size", [-1, 128])
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf, -math.inf, 3e38, 1e-30])
@@ -176,7 +174,6 @@ def test_no_rows_and_no_columns(fuselage, device, fused, style):
         check(fuselage, fused, fused.inputs(shape, HALF, device), **options_of(style, device))
 
 
-@pytest.mark.kernels_ci
 @each_fused
 @pytest.mark.parametrize("style", ["rows", "groups", "given"])
 @pytest.mark.parametrize("dim", [100, 256, 4096])
@@ -210,7 +207,6 @@ BAD = [
 ]
 
 
-@pytest.mark.kernels_ci
 @each_fused
 @pytest.mark.parametrize("number", range(len(BAD)))
 def test_bad_options(fuselage, device, fused, number):
