@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import quantising
 import torch
 from torch import Tensor
 
@@ -79,7 +80,8 @@ def check(draw: Draw, name: str, function: Callable, given: dict) -> None:
     arguments = {**given, bad.argument: bad.value}
     main = next(iter(given))
     tensor = arguments[main]
-    if isinstance(tensor, Tensor) and tensor.is_floating_point() and not name.endswith("_"):
+    has_gradients = not name.endswith("_") and name not in quantising.BY_NAME
+    if isinstance(tensor, Tensor) and tensor.is_floating_point() and has_gradients:
         arguments[main] = tensor.detach().requires_grad_(draw.chance(0.5))
     try:
         function(**arguments)
