@@ -17,7 +17,6 @@ class Fused:
     name: str
     inputs: Callable[[tuple, torch.dtype, str], dict]
     apart: Callable[..., tuple[Tensor, ...]]  # (fuselage, **inputs) -> out, and what else there is
-    width: int = 1  # columns of x for each of the result
     scale: str = "scale"
     options: tuple[dict, ...] = ({},)
 
@@ -78,7 +77,6 @@ FUSED = (
         "silu_and_mul_quant",
         lambda shape, *of: _norm()((*shape[:-1], 2 * shape[-1]), *of),
         lambda f, **given: (f.silu_and_mul(**given),),
-        width=2,
     ),
     Fused("swiglu_quant", _gated, lambda f, **given: (f.swiglu(**given),)),
     Fused("gelu_tanh_quant", _norm(), lambda f, **given: (f.gelu_tanh(**given),)),

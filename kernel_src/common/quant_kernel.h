@@ -4,7 +4,7 @@
 //   T, kTyped                  as in common/quant_device.h
 //   Params                     what the kernel is given; Source::quant(p) is the QuantForward in it
 //   Inputs<kVectors>           start() issues the loads of a row; finish(p, j) gives vector j of T
-//   store(p, row, column, j, vector)   where the result goes unquantised, too
+//   store(p, row, column, vector)   where the result goes unquantised, too
 //
 // Rows, warps and vectors. A vector is 16 bytes of x; a thread has kVectors of them, a warp apart,
 // in registers (common/row_vectors.h): x is read once.

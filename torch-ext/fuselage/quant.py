@@ -91,10 +91,7 @@ def quant_fp8(
 
 def number_of_layout(op: str, scale_layout: str) -> bool:
     """Whether scales are column-major, as the ops take it."""
-    by_columns = _LAYOUTS.get(scale_layout) if type(scale_layout) is str else None
-    return (
-        number_of(op, "scale_layout", scale_layout, _LAYOUTS) if by_columns is None else by_columns
-    )
+    return number_of(op, "scale_layout", scale_layout, _LAYOUTS)
 
 
 def quantize_rows(x: torch.Tensor, in_groups: bool) -> Quantized:

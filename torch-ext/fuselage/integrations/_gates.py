@@ -211,17 +211,16 @@ def _apart_forward(activation: str) -> Callable:
     quantizing, _ = _QUANTIZING.get(activation, (None, None))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if quantizing is not None and takes_quantized(self.down_proj, x):
-            gate, up = self.gate_proj(x), self.up_proj(x)
-            if takes_quantized(self.down_proj, gate) and gate.dtype == up.dtype:
-                return self.down_proj(quantizing(gate, up, **self.down_proj.quantization))
-            return self.down_proj(gated(gate, up))
-        if _probe.left_to_the_compiler():
+        hands_over = quantizing is not None and takes_quantized(self.down_proj, x)
+        if _probe.left_to_the_compiler() and not hands_over:
             return type(self).forward(self, x)
         gate = self.gate_proj(x)
         if gate.dtype not in _probe.DTYPES:
             return type(self).forward(self, x)
-        return self.down_proj(gated(gate, self.up_proj(x)))
+        up = self.up_proj(x)
+        if hands_over and gate.dtype == up.dtype and takes_quantized(self.down_proj, gate):
+            return self.down_proj(quantizing(gate, up, **self.down_proj.quantization))
+        return self.down_proj(gated(gate, up))
 
     what = "swiglu" if activation == "silu" else f"geglu ({activation})"
     return marked(what, forward)
@@ -233,16 +232,14 @@ def _packed_forward(activation: str) -> Callable:
     _, quantizing = _QUANTIZING.get(activation, (None, None))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if quantizing is not None and takes_quantized(self.down_proj, hidden_states):
-            packed = self.gate_up_proj(hidden_states)
-            if takes_quantized(self.down_proj, packed):
-                return self.down_proj(quantizing(packed, **self.down_proj.quantization))
-            return self.down_proj(gated(packed))
-        if _probe.left_to_the_compiler():
+        hands_over = quantizing is not None and takes_quantized(self.down_proj, hidden_states)
+        if _probe.left_to_the_compiler() and not hands_over:
             return type(self).forward(self, hidden_states)
         packed = self.gate_up_proj(hidden_states)
         if packed.dtype not in _probe.DTYPES:
             return type(self).forward(self, hidden_states)
+        if hands_over and takes_quantized(self.down_proj, packed):
+            return self.down_proj(quantizing(packed, **self.down_proj.quantization))
         return self.down_proj(gated(packed))
 
     return marked(f"{activation}_and_mul", forward)
