@@ -15,6 +15,7 @@ static void register_ops(const fuselage::binding::Ops& ops) {
   register_gate_ops(ops);
   register_loss_ops(ops);
   register_quant_ops(ops);
+  register_fp8_linear_ops(ops);
   register_rope_ops(ops);
   register_route_ops(ops);
   register_sample_ops(ops);

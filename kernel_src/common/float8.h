@@ -117,8 +117,7 @@ __device__ __forceinline__ uint32_t e4m3x2_to(uint32_t two) {
   return result | nan;
 }
 
-// Four as two pairs of float16, by Hopper's instruction. The lower half of a word is the first of a
-// pair.
+// Four as two pairs of float16. The lower half of a word is the first of a pair.
 __device__ __forceinline__ void e4m3x4_to_float16(uint32_t four, uint32_t& first,
                                                   uint32_t& second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -130,6 +129,9 @@ __device__ __forceinline__ void e4m3x4_to_float16(uint32_t four, uint32_t& first
       "}"
       : "=r"(first), "=r"(second)
       : "r"(four));
+#else
+  first = e4m3x2_to<__half>(four & 0xffffu);
+  second = e4m3x2_to<__half>(four >> 16);
 #endif
 }
 

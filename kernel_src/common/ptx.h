@@ -317,7 +317,27 @@ __device__ __forceinline__ void bulk_copy_async(void* shared, const void* global
 
 #if !defined(USE_ROCM)
 
-// ---- fragments of tensor cores ----
+// ---- tensor cores of a warp ----
+
+// sums += a * b of m16n8k16 in half precision, with sums in float32; kIsHalf: float16, otherwise
+// bfloat16. NOTE: for kernels that are compiled with kCompilesMma alone.
+template <bool kIsHalf>
+__device__ __forceinline__ void mma_m16n8k16(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
+  if constexpr (kIsHalf) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
 
 // Four matrices of 8 rows of 16 bytes. A lane has the address of row lane % 8 of matrix lane / 8,
 // and gets bytes 4 * (lane % 4) to 4 * (lane % 4) + 3 of row lane / 4 of each.

@@ -3,5 +3,6 @@
 #include "common/cpu_isa.h"
 
 #if FUSELAGE_HAS_X86_ISAS
+#include "quant/fp8_product_cpu.cpp"
 #include "quant/quant_fp8_cpu.cpp"
 #endif

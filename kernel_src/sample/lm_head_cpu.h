@@ -3,6 +3,7 @@
 // Part of sample/sample_cpu.cpp, which says how it is compiled.
 #pragma once
 
+#include "common/cpu_float8.h"
 #include "common/float8.h"
 #include "sample/sample_cpu_draw.h"
 
@@ -14,10 +15,6 @@ FUSELAGE_HIDDEN void lm_head_hidden(const LmHead& p, float* hidden, int64_t begi
     for (int64_t row = begin; row < end; ++row)
       sample_load_as(data + row * p.hidden_stride, hidden + row * p.dim, p.dim);
   });
-}
-
-static void lm_head_load_row(const Float8* from, float* to, int64_t size) {
-  for (int64_t i = 0; i < size; ++i) to[i] = to_float(from[i]);
 }
 
 constexpr int kLmHeadRows = 4;  // of weight, together
@@ -91,7 +88,7 @@ static void lm_head_piece(const LmHead& p, const W* weight, const float* hidden,
       for (int64_t r = 0; r < kLmHeadRows; ++r) {
         rows[r] = scratch + r * p.dim;
         if (r < count) {
-          lm_head_load_row(weight + (row + r) * p.weight_stride, scratch + r * p.dim, p.dim);
+          decode_e4m3(&weight[(row + r) * p.weight_stride].bits, scratch + r * p.dim, p.dim);
         } else {
           rows[r] = rows[0];
         }

@@ -14,24 +14,6 @@ namespace {
 
 // ---- products ----
 
-template <typename T>
-__device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0,
-                                         uint32_t b1) {
-  if constexpr (std::is_same_v<T, float16>) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-}
-
 __device__ __forceinline__ uint32_t load_pair(uint32_t shared) {
   uint16_t pair;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(pair) : "r"(shared) : "memory");
@@ -135,7 +117,8 @@ __device__ __forceinline__ void multiply_fragments(
 #pragma unroll
     for (int c = 0; c < Traits::kColumnFragments; ++c) {
       const uint32_t(&columns)[4] = b[c / 2];
-      multiply<typename Traits::T>(sums[f][c], rows, columns[c % 2 * 2], columns[c % 2 * 2 + 1]);
+      mma_m16n8k16<std::is_same_v<typename Traits::T, float16>>(
+          sums[f][c], rows, columns[c % 2 * 2], columns[c % 2 * 2 + 1]);
     }
   }
 }

@@ -69,14 +69,16 @@ def test_causal_models(integration, fuselage, name, option, recipe):
 
 
 class Calls(TorchDispatchMode):
-    """Counts the operators that quantise."""
+    """Counts the operators that quantise: of `quantized`, without or with a product."""
 
     def __init__(self):
         self.counts = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().rpartition("::")[2]
-        if "quant" in name:
+        if name in ("quant_fp8", "fp8_linear"):
+            self.counts["quantized"] += 1
+        elif "quant" in name:
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -85,9 +87,9 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("name", "each_layer"),
     [
-        ("Llama", {"quant_fp8": 3, "swiglu_quant": 1}),
-        ("Phi3", {"quant_fp8": 3, "silu_and_mul_quant": 1}),
-        ("Gemma3", {"quant_fp8": 4}),
+        ("Llama", {"quantized": 3, "swiglu_quant": 1}),
+        ("Phi3", {"quantized": 3, "silu_and_mul_quant": 1}),
+        ("Gemma3", {"quantized": 4}),
     ],
 )
 def test_what_is_quantised_once(integration, fuselage, monkeypatch, name, each_layer, option):
@@ -102,13 +104,13 @@ def test_what_is_quantised_once(integration, fuselage, monkeypatch, name, each_l
             ours = logits(model, ids)
         assert calls.counts == {n: 2 * count for n, count in each_layer.items()}
         linear = type(model.model.layers[0].mlp.down_proj)
-        monkeypatch.setattr(linear, "quantize", fuselage.modules.Fp8Linear.quantize)
+        monkeypatch.setattr(linear, "multiply", fuselage.modules.Fp8Linear.multiply)
         gates = sys.modules[linear.__module__.replace("_linears", "_gates")]
         monkeypatch.setattr(gates, "takes_quantized", lambda *_: False)
         with Calls() as calls:
             assert torch.equal(logits(model, ids), ours)
         # Phi3 has one linear for query, key and value, and one for gate and up.
-        assert calls.counts == {"quant_fp8": 2 * (4 if name == "Phi3" else 7)}
+        assert calls.counts == {"quantized": 2 * (4 if name == "Phi3" else 7)}
 
 
 @pytest.mark.parametrize("option", ["fp8", "fp8_blockwise"])
@@ -122,14 +124,14 @@ def test_what_is_not_shared(integration, option):
         for given in (x, nn.Parameter(x.clone())):
             with Calls() as calls:
                 first(given), second(given)
-            assert calls.counts["quant_fp8"] == (1 if given is x else 2)
+            assert calls.counts["quantized"] == (1 if given is x else 2)
         x.mul_(2)
         assert torch.equal(first(x), first(x.clone()))
     with torch.inference_mode():
         y = torch.randn(5, 32)
         with Calls() as calls:
             first(y), second(y)
-        assert calls.counts["quant_fp8"] == 2
+        assert calls.counts["quantized"] == 2
         y.mul_(2)
         assert torch.equal(first(y), first(y.clone()))
 

@@ -51,6 +51,7 @@ void register_shard_norm_ops(const Ops& ops);
 void register_gate_ops(const Ops& ops);
 void register_loss_ops(const Ops& ops);
 void register_quant_ops(const Ops& ops);
+void register_fp8_linear_ops(const Ops& ops);
 void register_rope_ops(const Ops& ops);
 void register_route_ops(const Ops& ops);
 void register_sample_ops(const Ops& ops);

@@ -8,7 +8,13 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 
-from .quant import GROUP, quantize_rows
+from ._fake import fake_kernel_of
+from ._ops import ops
+from .quant import GROUP, fake_quantized, quantize_rows
+
+# Looked up once: a call through the packet pays for the look-up every time.
+_fp8_linear = ops.fp8_linear.default
+_fp8_product = ops.fp8_product.default
 
 E4M3 = torch.float8_e4m3fn
 RECIPES = ("rowwise", "blockwise")
@@ -75,6 +81,7 @@ class Fp8Weight(torch.nn.Module):
         device = self.weight.device
         self.emulated_because = why_emulated(device, self.recipe, *sizes)
         self.few_rows = few_rows(device, self.recipe, self.emulated_because is not None)
+        self.has_kernel = has_kernel(device, *sizes)
 
 
 def quantize_weight(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,11 +100,25 @@ def quantize_weight(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, to
 # ---- products ----
 
 
-def product(q, scale, weight, weight_scale, bias, dtype, recipe, fast_accum, emulated, few_rows=0):
+def product(
+    q,
+    scale,
+    weight,
+    weight_scale,
+    bias,
+    dtype,
+    recipe,
+    fast_accum,
+    emulated,
+    has_kernel=False,
+    few_rows=0,
+):
     """Of inputs that are checked. `few_rows`: so many are scaled after the product, if compiled."""
     if q.shape[-1] == 0 or q.numel() == 0:
         out = q.new_zeros((*q.shape[:-1], weight.shape[0]), dtype=dtype)
         return out if bias is None else out + bias.to(dtype)
+    if has_kernel and q.numel() <= KERNEL_ROWS * q.shape[-1] and type(q) is torch.Tensor:
+        return _fp8_product(q, scale, weight, weight_scale, bias, dtype)
     if emulated:
         with torch.autocast(q.device.type, enabled=False):
             return _emulated(q, scale, weight, weight_scale, bias, dtype, recipe)
@@ -132,6 +153,33 @@ def product(q, scale, weight, weight_scale, bias, dtype, recipe, fast_accum, emu
     return out if bias is None or fuses_bias else out + bias.to(dtype)
 
 
+def linear_in_one_call(
+    x, weight, weight_scale, bias, dtype, recipe, fast_accum, emulated, has_kernel
+):
+    """The product and `(q, scale)` of x, where one call of ours makes both; or None."""
+    if type(x) is not torch.Tensor or x.shape[-1] == 0:
+        return None
+    if not has_kernel or x.numel() > KERNEL_ROWS * x.shape[-1]:
+        fits = dtype == torch.bfloat16 and (bias is None or _is_bfloat16(bias))
+        if emulated or recipe != "rowwise" or not fits:
+            return None
+    y, q, scale = _fp8_linear(x, weight, weight_scale, bias, fast_accum, dtype)
+    return y, (q, scale)
+
+
+# Rows that the kernel of fp8_product takes: as many as are bound by the reading of the weight.
+KERNEL_ROWS = 16
+
+
+def has_kernel(device: torch.device, out_features: int, in_features: int) -> bool:
+    """Whether few rows have a kernel of ours, which multiplies float8 wherever it is."""
+    if out_features % MULTIPLE or in_features % MULTIPLE:
+        return False
+    if device.type == "cuda" and torch.version.hip is None:
+        return torch.cuda.get_device_capability(device)[0] >= 8
+    return device.type == "cpu"
+
+
 # A product with scales of rows takes as long for one row as for a hundred. That with one scale for
 # all takes two thirds of it on an H100, or half, and the compiler fuses the scales into what comes
 # after it.
@@ -157,6 +205,13 @@ def _emulated(q, scale, weight, weight_scale, bias, dtype, recipe):
 
 def _is_bfloat16(bias: Optional[torch.Tensor]) -> bool:
     return bias is not None and bias.dtype == torch.bfloat16
+
+
+def dtype_of_result(x: torch.Tensor) -> torch.dtype:
+    """That of `x`, or of autocast."""
+    kind = x.device.type
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if autocast else x.dtype
 
 
 def check_columns(x: torch.Tensor, columns: int) -> None:
@@ -196,13 +251,15 @@ class Product(torch.autograd.Function):
     """A product of which x and the bias have gradients."""
 
     @staticmethod
-    def forward(ctx, x, weight, weight_scale, bias, dtype, recipe, fast_accum, emulated):
+    def forward(
+        ctx, x, weight, weight_scale, bias, dtype, recipe, fast_accum, emulated, has_kernel
+    ):
         ctx.save_for_backward(weight, weight_scale)
         ctx.recipe, ctx.x_dtype = recipe, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         q, scale = quantize_rows(x, recipe == "blockwise")
         given = (q, scale, weight, weight_scale, bias)
-        return product(*given, dtype, recipe, fast_accum, emulated)
+        return product(*given, dtype, recipe, fast_accum, emulated, has_kernel)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -214,7 +271,7 @@ class Product(torch.autograd.Function):
             grad_x = (grad_out @ matrix).to(ctx.x_dtype)
         if ctx.needs_input_grad[3]:
             grad_bias = grad_out.flatten(0, -2).sum(0).to(ctx.bias_dtype)
-        return grad_x, None, None, grad_bias, None, None, None, None
+        return grad_x, None, None, grad_bias, None, None, None, None, None
 
 
 # ---- where products are ----
@@ -270,6 +327,21 @@ def _try_product(device: torch.device, recipe: str, blocks: int) -> Optional[str
     if not torch.allclose(found, expected, rtol=2**-6):
         return f"PyTorch's {recipe} product of rows of {4 + blocks} blocks is wrong here"
     return None
+
+
+# ---- tracing ----
+
+
+@fake_kernel_of("fp8_product")
+def _fake_product(q, scale, weight, weight_scale, bias, dtype):
+    return q.new_empty((*q.shape[:-1], weight.shape[0]), dtype=dtype)
+
+
+@fake_kernel_of("fp8_linear")
+def _fake_linear(x, weight, weight_scale, bias, fast_accum, dtype):
+    in_groups = weight_scale.shape[0] != weight.shape[0]
+    quantized = fake_quantized(x, None, GROUP if in_groups else -1, in_groups, False, E4M3)
+    return (x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype), *quantized)
 
 
 def warn_once(reason: str) -> None:

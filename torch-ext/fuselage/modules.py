@@ -571,13 +571,16 @@ class Fp8Linear(_fp8.Fp8Weight):
     | "rowwise" | one a row | one a row, `[out, 1]` | compute capability 8.9 and later |
     | "blockwise" | one for each 128 columns | one for 128 x 128 | where PyTorch has it: Hopper |
 
-    Products are those of `torch._scaled_mm`. Tensor cores add them up, and the sum is rounded to
-    bfloat16, and from there to the input's dtype. With `fast_accum` Hopper's keep sums of
+    Up to 16 rows, of sizes that are multiples of 16, have a kernel of ours, from compute capability
+    8.0 on and on CPUs, which reads the weight as it is. It adds up in float32, and rounds once.
+
+    Other products are those of `torch._scaled_mm`. Tensor cores add them up, and the sum is rounded
+    to bfloat16, and from there to the input's dtype. With `fast_accum` Hopper's keep sums of
     fewer bits than float32 to themselves, as inference mostly has it; without it they are added up
     in float32 every few columns.
 
-    Elsewhere, on CPUs and older GPUs, and where a dimension is no multiple of 16, the same q are
-    multiplied in the input's dtype, which saves nothing. The module says so once, and
+    Where there are none, on CPUs and older GPUs, and where a dimension is no multiple of 16, the
+    same q are multiplied in the input's dtype, which saves nothing. The module says so once, and
     `emulated_because` has the reason.
 
     The weight is made by `from_linear` and is not trained. Gradients of the input and the bias are
@@ -635,23 +638,37 @@ class Fp8Linear(_fp8.Fp8Weight):
         """Of a tensor, or of what `quant_fp8` made of one: a scale a row, or a group of 128."""
         if self.emulated_because is not None and not torch.compiler.is_compiling():
             _fp8.warn_once(self.emulated_because)
-        options = (self.recipe, self.fast_accum, self.emulated_because is not None)
-        tensors = (self.weight, self.weight_scale, self.bias)
-        if not isinstance(x, torch.Tensor):
-            q, scale = x
-            _fp8.check_quantized(q, scale, self.in_features, self.recipe)
-            return _fp8.product(q, scale, *tensors, self.dtype, *options, self.few_rows)
-        _fp8.check_columns(x, self.in_features)
-        kind = x.device.type
-        autocast = kind != "meta" and torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
-        if some_need_grad(x, self.bias):
-            return _fp8.Product.apply(x, *tensors, dtype, *options)
-        return _fp8.product(*self.quantize(x), *tensors, dtype, *options, self.few_rows)
+        if isinstance(x, torch.Tensor):
+            _fp8.check_columns(x, self.in_features)
+            if not some_need_grad(x, self.bias):
+                return self.multiply(x)
+            return _fp8.Product.apply(x, *self._given(_fp8.dtype_of_result(x)))
+        q, scale = x
+        _fp8.check_quantized(q, scale, self.in_features, self.recipe)
+        return self.multiply_quantized(q, scale, self.dtype)
 
-    def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x` as the product takes it: float8, and scales of its rows or groups."""
-        return quantize_rows(x, self.recipe == "blockwise")
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """The product with a tensor of the right columns, without gradients."""
+        return self.quantize_and_multiply(x)[0]
+
+    def quantize_and_multiply(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple]:
+        """The product, and the `(q, scale)` it was made of."""
+        dtype = _fp8.dtype_of_result(x)
+        if dtype == x.dtype and not torch.compiler.is_compiling():
+            made = _fp8.linear_in_one_call(x, *self._given(dtype))
+            if made is not None:
+                return made
+        quantized = quantize_rows(x, self.recipe == "blockwise")
+        return self.multiply_quantized(*quantized, dtype), quantized
+
+    def multiply_quantized(self, q: torch.Tensor, scale: torch.Tensor, dtype) -> torch.Tensor:
+        return _fp8.product(q, scale, *self._given(dtype), self.few_rows)
+
+    def _given(self, dtype: torch.dtype) -> tuple:
+        """What the functions of `_fp8` take after the input."""
+        tensors = (self.weight, self.weight_scale, self.bias)
+        emulated = self.emulated_because is not None
+        return (*tensors, dtype, self.recipe, self.fast_accum, emulated, self.has_kernel)
 
     def dequantized(self, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
         """The weight that is multiplied with: `q * scale`, in `dtype` or that of the module."""

@@ -17,7 +17,7 @@ from typing import Optional
 import torch
 from torch import nn
 
-from .._fp8 import MULTIPLE
+from .._fp8 import MULTIPLE, dtype_of_result
 from ..modules import Fp8Linear
 from ..quant import GROUP
 from ._patch import Report, foreign_forward, listened_to
@@ -91,15 +91,16 @@ class PatchedLinear(Fp8Linear):
         """The options of `quant_fp8` for what it takes."""
         return _QUANTIZATION[self.recipe]
 
-    def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or not _may_keep(x):
-            return super().quantize(x)
+            return super().multiply(x)
         key = (self.recipe, x._version, _stream_of(x))
         kept = getattr(x, _KEPT, None)
-        if kept is None or kept[0] != key:
-            kept = (key, super().quantize(x))
-            setattr(x, _KEPT, kept)
-        return kept[1]
+        if kept is not None and kept[0] == key:
+            return self.multiply_quantized(*kept[1], dtype_of_result(x))
+        y, quantized = self.quantize_and_multiply(x)
+        setattr(x, _KEPT, (key, quantized))
+        return y
 
     def _get_name(self) -> str:
         return Fp8Linear.__name__
