@@ -273,11 +273,14 @@ def test_it_says_once_that_it_is_emulated(fuselage):
     import importlib
 
     importlib.import_module(f"{fuselage.__name__}._fp8")._warned.clear()
-    with pytest.warns(UserWarning, match="multiplies in the input's dtype: cpu has no float8"):
-        module(torch.ones(1, 256))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        module(torch.ones(1, 256))
+        module(torch.ones(16, 256))  # which have a kernel
+    with pytest.warns(UserWarning, match="multiplies in the input's dtype: cpu has no float8"):
+        module(torch.ones(17, 256))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(torch.ones(17, 256))
     assert "emulated" in repr(module)
 
 

@@ -127,22 +127,38 @@ Tensor fp8_product(const Tensor& q, const Tensor& scale, const Tensor& weight,
                   y_dtype);
 }
 
-Tensor two_dimensional(const Tensor& tensor, int64_t rows, int64_t columns) {
-  return tensor.dim() == 2 ? tensor : torch::stable::view(tensor, {rows, columns});
+// The elements of a tensor with these sizes and strides. One call into Torch, past its dispatcher:
+// a view by the latter takes the host about a microsecond.
+Tensor seen_as(const Tensor& tensor, const int64_t* sizes, const int64_t* strides, int64_t dim) {
+  int64_t offset = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &offset));
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(tensor.get(), dim, sizes, strides, offset, &handle));
+  return Tensor(handle);
+}
+
+// A contiguous tensor as a matrix, or as its transpose.
+Tensor matrix_of(const Tensor& tensor, int64_t rows, int64_t columns) {
+  if (tensor.dim() == 2) return tensor;
+  const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
+  return seen_as(tensor, sizes, strides, 2);
+}
+Tensor transpose_of(const Tensor& tensor, int64_t rows, int64_t columns) {
+  const int64_t sizes[] = {columns, rows}, strides[] = {1, columns};
+  return seen_as(tensor, sizes, strides, 2);
 }
 
 // PyTorch's product, of any number of rows with a scale each.
 Tensor scaled_mm(const Tensor& q, const Tensor& scale, const Linear& linear, bool fast_accum) {
   if (is_meta(q)) return empty_with_columns(q, linear.out, ScalarType::BFloat16);
   const int64_t rows = rows_in(q);
-  std::vector<int64_t> sizes(q.sizes().begin(), q.sizes().end());
-  sizes.back() = linear.out;
   using torch::stable::detail::from;
   StableIValue stack[] = {
-      from(two_dimensional(q, rows, linear.dim)),
-      from(torch::stable::transpose(linear.weight, 0, 1)),
-      from(two_dimensional(scale, rows, 1)),
-      from(torch::stable::transpose(linear.weight_scale, 0, 1)),
+      from(matrix_of(q, rows, linear.dim)),
+      from(transpose_of(linear.weight, linear.out, linear.dim)),
+      from(matrix_of(scale, rows, 1)),
+      from(transpose_of(linear.weight_scale, linear.out, 1)),
       from(linear.bias),
       from(std::nullopt),
       from(std::optional<ScalarType>(ScalarType::BFloat16)),
@@ -151,7 +167,16 @@ Tensor scaled_mm(const Tensor& q, const Tensor& scale, const Linear& linear, boo
   STABLE_TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("aten::_scaled_mm", "", stack, TORCH_ABI_VERSION));
   const Tensor y = torch::stable::detail::to<Tensor>(stack[0]);
-  return q.dim() == 2 ? y : torch::stable::view(y, {sizes.data(), sizes.size()});
+  if (q.dim() == 2) return y;
+  int64_t sizes[kMaxDim], strides[kMaxDim];
+  FUSELAGE_CHECK("fp8_linear", q.dim() <= kMaxDim, "`x` must have at most 64 dimensions");
+  int64_t stride = 1;
+  for (int64_t i = q.dim() - 1; i >= 0; --i) {
+    sizes[i] = i == q.dim() - 1 ? linear.out : q.size(i);
+    strides[i] = stride;
+    stride *= sizes[i];
+  }
+  return seen_as(y, sizes, strides, q.dim());
 }
 
 // Quantises x and multiplies. More rows than kFp8ProductRows: of scales of rows and bfloat16 alone.

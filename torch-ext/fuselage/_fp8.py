@@ -13,8 +13,8 @@ from ._ops import ops
 from .quant import GROUP, fake_quantized, quantize_rows
 
 # Looked up once: a call through the packet pays for the look-up every time.
-_fp8_linear = ops.fp8_linear.default
-_fp8_product = ops.fp8_product.default
+linear = ops.fp8_linear.default
+product_of_few = ops.fp8_product.default
 
 E4M3 = torch.float8_e4m3fn
 RECIPES = ("rowwise", "blockwise")
@@ -79,8 +79,12 @@ class Fp8Weight(torch.nn.Module):
         """Here and not in each call: `torch.compile` has nothing to ask a device."""
         sizes = (self.out_features, self.in_features)
         device = self.weight.device
+        self.device_type = device.type
         self.emulated_because = why_emulated(device, self.recipe, *sizes)
         self.few_rows = few_rows(device, self.recipe, self.emulated_because is not None)
+        self.has_scaled_mm = (
+            self.recipe == "rowwise" and device.type == "cuda" and self.emulated_because is None
+        )
         self.has_kernel = has_kernel(device, *sizes)
 
 
@@ -110,15 +114,12 @@ def product(
     recipe,
     fast_accum,
     emulated,
-    has_kernel=False,
     few_rows=0,
 ):
     """Of inputs that are checked. `few_rows`: so many are scaled after the product, if compiled."""
     if q.shape[-1] == 0 or q.numel() == 0:
         out = q.new_zeros((*q.shape[:-1], weight.shape[0]), dtype=dtype)
         return out if bias is None else out + bias.to(dtype)
-    if has_kernel and q.numel() <= KERNEL_ROWS * q.shape[-1] and type(q) is torch.Tensor:
-        return _fp8_product(q, scale, weight, weight_scale, bias, dtype)
     if emulated:
         with torch.autocast(q.device.type, enabled=False):
             return _emulated(q, scale, weight, weight_scale, bias, dtype, recipe)
@@ -153,22 +154,13 @@ def product(
     return out if bias is None or fuses_bias else out + bias.to(dtype)
 
 
-def linear_in_one_call(
-    x, weight, weight_scale, bias, dtype, recipe, fast_accum, emulated, has_kernel
-):
-    """The product and `(q, scale)` of x, where one call of ours makes both; or None."""
-    if type(x) is not torch.Tensor or x.shape[-1] == 0:
-        return None
-    if not has_kernel or x.numel() > KERNEL_ROWS * x.shape[-1]:
-        fits = dtype == torch.bfloat16 and (bias is None or _is_bfloat16(bias))
-        if emulated or recipe != "rowwise" or not fits:
-            return None
-    y, q, scale = _fp8_linear(x, weight, weight_scale, bias, fast_accum, dtype)
-    return y, (q, scale)
-
-
 # Rows that the kernel of fp8_product takes: as many as are bound by the reading of the weight.
 KERNEL_ROWS = 16
+
+
+def are_few(x: torch.Tensor) -> bool:
+    """Whether the rows of `x`, or of what it is quantised to, are so few, and there is one."""
+    return 0 < x.numel() <= KERNEL_ROWS * x.shape[-1]
 
 
 def has_kernel(device: torch.device, out_features: int, in_features: int) -> bool:
@@ -259,7 +251,9 @@ class Product(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         q, scale = quantize_rows(x, recipe == "blockwise")
         given = (q, scale, weight, weight_scale, bias)
-        return product(*given, dtype, recipe, fast_accum, emulated, has_kernel)
+        if has_kernel and are_few(q):
+            return product_of_few(*given, dtype)
+        return product(*given, dtype, recipe, fast_accum, emulated)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -636,13 +636,13 @@ class Fp8Linear(_fp8.Fp8Weight):
 
     def forward(self, x: Union[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """Of a tensor, or of what `quant_fp8` made of one: a scale a row, or a group of 128."""
-        if self.emulated_because is not None and not torch.compiler.is_compiling():
-            _fp8.warn_once(self.emulated_because)
         if isinstance(x, torch.Tensor):
-            _fp8.check_columns(x, self.in_features)
-            if not some_need_grad(x, self.bias):
-                return self.multiply(x)
-            return _fp8.Product.apply(x, *self._given(_fp8.dtype_of_result(x)))
+            if x.shape[-1:] != (self.in_features,):
+                _fp8.check_columns(x, self.in_features)
+            if torch.is_grad_enabled() and some_need_grad(x, self.bias):
+                given = self._given(_fp8.dtype_of_result(x))
+                return _fp8.Product.apply(x, *given, self.has_kernel)
+            return self.multiply(x)
         q, scale = x
         _fp8.check_quantized(q, scale, self.in_features, self.recipe)
         return self.multiply_quantized(q, scale, self.dtype)
@@ -653,22 +653,39 @@ class Fp8Linear(_fp8.Fp8Weight):
 
     def quantize_and_multiply(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple]:
         """The product, and the `(q, scale)` it was made of."""
-        dtype = _fp8.dtype_of_result(x)
-        if dtype == x.dtype and not torch.compiler.is_compiling():
-            made = _fp8.linear_in_one_call(x, *self._given(dtype))
-            if made is not None:
-                return made
+        # NOTE: in eager mode each line here is time of the host.
+        plain = not (torch.compiler.is_compiling() or torch.is_autocast_enabled(self.device_type))
+        if plain and self.takes_one_call(x):
+            weight, weight_scale = self._buffers["weight"], self._buffers["weight_scale"]
+            bias, dtype = self._parameters["bias"], x.dtype
+            y, *quantized = _fp8.linear(x, weight, weight_scale, bias, self.fast_accum, dtype)
+            return y, quantized
         quantized = quantize_rows(x, self.recipe == "blockwise")
-        return self.multiply_quantized(*quantized, dtype), quantized
+        return self.multiply_quantized(*quantized, _fp8.dtype_of_result(x)), quantized
+
+    def takes_one_call(self, x: torch.Tensor) -> bool:
+        """Whether one call of ours quantises and multiplies."""
+        if type(x) is not torch.Tensor and not isinstance(x, torch.nn.Parameter):
+            return False
+        if self.has_kernel and _fp8.are_few(x):
+            return True
+        bias, dtype = self._parameters["bias"], torch.bfloat16
+        fits = x.dtype == dtype and (bias is None or bias.dtype == dtype)
+        return fits and self.has_scaled_mm and x.numel() > 0
 
     def multiply_quantized(self, q: torch.Tensor, scale: torch.Tensor, dtype) -> torch.Tensor:
+        if self.has_kernel and type(q) is torch.Tensor and _fp8.are_few(q):
+            tensors = self._buffers["weight"], self._buffers["weight_scale"]
+            return _fp8.product_of_few(q, scale, *tensors, self._parameters["bias"], dtype)
         return _fp8.product(q, scale, *self._given(dtype), self.few_rows)
 
     def _given(self, dtype: torch.dtype) -> tuple:
-        """What the functions of `_fp8` take after the input."""
-        tensors = (self.weight, self.weight_scale, self.bias)
+        """What `_fp8.product` takes after the input."""
         emulated = self.emulated_because is not None
-        return (*tensors, dtype, self.recipe, self.fast_accum, emulated, self.has_kernel)
+        if emulated and not torch.compiler.is_compiling():
+            _fp8.warn_once(self.emulated_because)
+        tensors = (self.weight, self.weight_scale, self.bias)
+        return (*tensors, dtype, self.recipe, self.fast_accum, emulated)
 
     def dequantized(self, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
         """The weight that is multiplied with: `q * scale`, in `dtype` or that of the module."""

@@ -56,9 +56,10 @@ def takes_quantized(linear: nn.Module, x: torch.Tensor) -> bool:
 
 def _may_keep(x: torch.Tensor) -> bool:
     """Whether it shows when something is written to `x`, as it does not for inference tensors, and
-    for parameters by their `data`. What was made before a capture the graph would not make again.
+    for parameters by their `data`; other classes may do anything. What was made before a capture
+    the graph would not make again.
     """
-    if x.is_inference() or isinstance(x, nn.Parameter):
+    if x.is_inference() or type(x) is not torch.Tensor:
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
