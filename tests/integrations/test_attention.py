@@ -146,6 +146,39 @@ def test_a_static_cache(integration, name):
     assert seen[:2] == [CAUSAL] * 2 and set(seen[2:]) == {MASKED}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_key_is_copied_for_one_token(integration, masked):
+    """Heads that share keys are queries of one head: with a static cache, and with a mask, too."""
+    from transformers import StaticCache
+
+    plain = build("Llama")
+    ids, shapes = tokens(), {}
+    mask = torch.ones(ids.shape[0], ids.shape[1] + 1, dtype=torch.long)
+    mask[0, :5] = 0
+    inputs = {"attention_mask": mask} if masked else {}
+    results = []
+    with torch.no_grad():
+        for name, model in (("plain", plain), ("patched", patched(integration, plain))):
+            cache = StaticCache(config=plain.config, max_cache_len=32)
+            first = {k: v[:, :-1] for k, v in inputs.items()}
+            plain(input_ids=ids, past_key_values=cache, **first)
+            shapes[name] = []
+
+            def backend(graph, inputs, found=shapes[name]):
+                for node in graph.graph.nodes:
+                    if "scaled_dot_product_attention" in str(node.target):
+                        q, k = (node.args[i].meta["example_value"].shape for i in range(2))
+                        found.append((q[1], q[2], k[1]))
+                return graph.forward
+
+            torch._dynamo.reset()
+            run = torch.compile(model, fullgraph=True, backend=backend)
+            results.append(run(input_ids=ids[:, :1], past_key_values=cache, **inputs).logits)
+    assert_close(results[1], results[0])
+    assert shapes == {"plain": [(4, 1, 4)] * 2, "patched": [(2, 2, 2)] * 2}
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("side", ["left", None])
 @pytest.mark.slow
