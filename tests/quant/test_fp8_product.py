@@ -85,6 +85,17 @@ def test_a_row_does_not_depend_on_the_others(fuselage, products, ops, device, re
         assert_same_bits(part, whole[begin:end], f"rows {begin} to {end}")
 
 
+@pytest.mark.parametrize("moved", [0, 1])
+def test_codes_that_begin_anywhere(fuselage, products, ops, device, moved):
+    given = list(inputs(fuselage, products, 5, 48, 272, device, "rowwise"))
+    expected = ops.fp8_product(*given, None, torch.float32)
+    codes = given[2 * moved].view(torch.uint8).flatten()
+    shifted = torch.cat((codes.new_zeros(1), codes))[1:].view(E4M3)
+    given[2 * moved] = shifted.view(given[2 * moved].shape)
+    assert given[2 * moved].data_ptr() % 16 == 1
+    assert_same_bits(ops.fp8_product(*given, None, torch.float32), expected, "y")
+
+
 @each_recipe
 def test_nan_and_the_largest_codes(fuselage, products, ops, device, recipe):
     q, scale, weight, weight_scale = inputs(fuselage, products, 3, 32, 384, device, recipe)
@@ -201,10 +212,11 @@ def test_refusals(fuselage, products, ops, device):
 @each_recipe
 def test_fake_kernels(fuselage, products, ops, device, recipe):
     given = inputs(fuselage, products, 4, 32, 272, device, recipe)
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     x = normal((4, 272), torch.bfloat16, device)
     for op, arguments in (
         (ops.fp8_product, (*given, None, torch.bfloat16)),
         (ops.fp8_linear, (x, *given[2:], None, True, torch.bfloat16)),
     ):
         # NOTE: test_schema adds to float8 tensors, which PyTorch cannot.
-        torch.library.opcheck(op.default, arguments, test_utils=("test_faketensor",))
+        torch.library.opcheck(op.default, arguments, test_utils=checks)

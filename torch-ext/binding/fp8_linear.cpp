@@ -64,6 +64,12 @@ DType check_result(const char* op, ScalarType dtype) {
   return *found;
 }
 
+// Codes as GPUs read them, 16 bytes at a time: a copy, where they do not begin on a boundary.
+Tensor aligned(const Tensor& codes) {
+  const auto address = reinterpret_cast<uintptr_t>(codes.const_data_ptr());
+  return codes.is_cpu() || address % 16 == 0 ? codes : torch::stable::clone(codes);
+}
+
 // Of q, and of the scale of row i and group j at i * scale_row_stride + j * scale_group_stride.
 Tensor few_rows(const char* op, const Tensor& q, const Tensor& scale, int64_t scale_row_stride,
                 int64_t scale_group_stride, const Linear& linear, DType y_dtype) {
@@ -73,11 +79,12 @@ Tensor few_rows(const char* op, const Tensor& q, const Tensor& scale, int64_t sc
   p.dim = linear.dim;
   p.out = linear.out;
   if (p.rows == 0 || p.out == 0 || is_meta(q)) return y;
-  p.q = static_cast<const uint8_t*>(q.const_data_ptr());
+  const Tensor codes = aligned(q), weight = aligned(linear.weight);
+  p.q = static_cast<const uint8_t*>(codes.const_data_ptr());
   p.q_scale = static_cast<const float*>(scale.const_data_ptr());
   p.q_scale_row_stride = scale_row_stride;
   p.q_scale_group_stride = scale_group_stride;
-  p.weight = static_cast<const uint8_t*>(linear.weight.const_data_ptr());
+  p.weight = static_cast<const uint8_t*>(weight.const_data_ptr());
   p.weight_scale = static_cast<const float*>(linear.weight_scale.const_data_ptr());
   p.in_groups = linear.in_groups;
   read_vector(p.bias, p.bias_dtype, linear.bias, y_dtype);

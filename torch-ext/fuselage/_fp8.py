@@ -104,18 +104,7 @@ def quantize_weight(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, to
 # ---- products ----
 
 
-def product(
-    q,
-    scale,
-    weight,
-    weight_scale,
-    bias,
-    dtype,
-    recipe,
-    fast_accum,
-    emulated,
-    few_rows=0,
-):
+def product(q, scale, weight, weight_scale, bias, dtype, recipe, fast_accum, emulated, few_rows=0):
     """Of inputs that are checked. `few_rows`: so many are scaled after the product, if compiled."""
     if q.shape[-1] == 0 or q.numel() == 0:
         out = q.new_zeros((*q.shape[:-1], weight.shape[0]), dtype=dtype)
