@@ -138,19 +138,6 @@ __device__ __forceinline__ uint4 load_global_16(const void* source) {
 #endif
 }
 
-// Likewise, of what is read once and is not written while the kernel runs: past L1.
-__device__ __forceinline__ uint4 load_once_16(const void* source) {
-#if defined(USE_ROCM)
-  return *static_cast<const uint4*>(source);
-#else
-  uint4 value;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(source));
-  return value;
-#endif
-}
-
 // 1 / sqrt(value), correctly rounded or nearly so: rsqrtf may be two units off.
 __device__ __forceinline__ float reciprocal_sqrt(float value) {
 #if defined(USE_ROCM)

@@ -317,6 +317,15 @@ __device__ __forceinline__ void bulk_copy_async(void* shared, const void* global
 
 #if !defined(USE_ROCM)
 
+// 16 bytes of what is read once, past L1, and is not written while the kernel runs.
+__device__ __forceinline__ uint4 ld_global_nc_no_allocate(const void* source) {
+  uint4 value;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(source));
+  return value;
+}
+
 // ---- tensor cores of a warp ----
 
 // sums += a * b of m16n8k16 in half precision, with sums in float32; kIsHalf: float16, otherwise

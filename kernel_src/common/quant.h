@@ -21,6 +21,8 @@ enum class QuantFormat { e4m3, e5m2, int8 };
 
 constexpr int kQuantGroup = 128;  // columns of a group
 
+inline int64_t quant_groups(int64_t columns) { return (columns + kQuantGroup - 1) / kQuantGroup; }
+
 inline float quant_limit(QuantFormat format) {
   switch (format) {
     case QuantFormat::e4m3: return 448.0f;

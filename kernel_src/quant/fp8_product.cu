@@ -34,8 +34,7 @@ namespace {
 constexpr int kFp8ProductWarps = 8;
 constexpr int kFp8ProductThreads = kFp8ProductWarps * kWarpSize;
 constexpr int kFp8ProductOutputs = 16;  // of a block: the M of the tensor cores' instruction
-constexpr int kGroup = 128;             // columns of a scale, and of a warp at a time
-constexpr int kHalves = 2;              // of a group, as 4 lanes load 64 bytes of a row at once
+constexpr int kHalves = 2;  // of a group of columns, as 4 lanes load 64 bytes of a row at once
 
 // What a lane holds of half a group.
 template <int kRowTiles>
@@ -80,20 +79,20 @@ __global__ void __launch_bounds__(kFp8ProductThreads,
   const int64_t first = int64_t{blockIdx.x} * kOutputs;
   const uint8_t* weight = p.weight + first * dim;
   const int own_row = lane / 4, own_column = lane % 4 * 16;
-  const int groups = (dim + kGroup - 1) / kGroup;
+  const int groups = (dim + kQuantGroup - 1) / kQuantGroup;
   grid_dependency_wait();
 
   Codes<kRowTiles> codes[kHalves];
   // Zeros past the end, of columns and of rows.
   const auto load = [&](int group, int half) {
-    const int column = group * kGroup + half * 64 + own_column;
+    const int column = group * kQuantGroup + half * 64 + own_column;
     const auto load_row = [&](const uint8_t* matrix, int row, bool exists, auto&& load_16) {
       return column < dim && exists ? load_16(matrix + int64_t{row} * dim + column)
                                     : make_uint4(0, 0, 0, 0);
     };
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      codes[half].weight[i] = load_row(weight, own_row + i * 8, true, load_once_16);
+      codes[half].weight[i] = load_row(weight, own_row + i * 8, true, ld_global_nc_no_allocate);
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
       const int row = own_row + n * 8;
@@ -117,7 +116,7 @@ __global__ void __launch_bounds__(kFp8ProductThreads,
       multiply_group(group, sums);
     } else {
       float of_group[kRowTiles][4] = {};
-      const float weight_scale = p.weight_scale[first / kGroup * groups + group];
+      const float weight_scale = p.weight_scale[first / kQuantGroup * groups + group];
       const float* q_scale = p.q_scale + group * p.q_scale_group_stride;
       multiply_group(group, of_group);
 #pragma unroll

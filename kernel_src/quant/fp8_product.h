@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "common/dtype.h"
+#include "common/quant.h"
 
 namespace fuselage {
 
@@ -29,8 +29,6 @@ struct Fp8Product {
   DType y_dtype;
   int64_t rows, dim, out;
 };
-
-inline int64_t fp8_groups(int64_t columns) { return (columns + 127) / 128; }
 
 namespace gpu {
 

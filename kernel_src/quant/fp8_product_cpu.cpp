@@ -14,8 +14,6 @@
 namespace fuselage::cpu {
 namespace FUSELAGE_ISA {
 
-constexpr int64_t kFp8Group = 128;  // columns
-
 FUSELAGE_HIDDEN void fp8_decode(const uint8_t* codes, float* values, int64_t begin, int64_t end) {
   decode_e4m3(codes + begin, values + begin, end - begin);
 }
@@ -24,13 +22,13 @@ FUSELAGE_HIDDEN void fp8_decode(const uint8_t* codes, float* values, int64_t beg
 static void fp8_sums(const Fp8Product& p, const float* q, int64_t output,
                      float (&totals)[kFp8ProductRows]) {
   const uint8_t* codes = p.weight + output * p.dim;
-  const int64_t groups = fp8_groups(p.dim);
+  const int64_t groups = (p.dim + kQuantGroup - 1) / kQuantGroup;
   Floats sums[kFp8ProductRows] = {};
-  float weight[kFp8Group];
+  float weight[kQuantGroup];
   for (int64_t row = 0; row < p.rows; ++row) totals[row] = 0;
   for (int64_t group = 0; group < groups; ++group) {
-    const int64_t first = group * kFp8Group;
-    const int64_t count = p.dim - first < kFp8Group ? p.dim - first : kFp8Group;
+    const int64_t first = group * kQuantGroup;
+    const int64_t count = p.dim - first < kQuantGroup ? p.dim - first : kQuantGroup;
     decode_e4m3(codes + first, weight, count);
     for (int64_t row = 0; row < p.rows; ++row) {
       Floats sum = p.in_groups ? Floats{} : sums[row];
@@ -42,7 +40,7 @@ static void fp8_sums(const Fp8Product& p, const float* q, int64_t output,
       if (p.in_groups) {
         const float scale = p.q_scale[row * p.q_scale_row_stride + group * p.q_scale_group_stride];
         totals[row] +=
-            sum_lanes(sum) * (scale * p.weight_scale[output / kFp8Group * groups + group]);
+            sum_lanes(sum) * (scale * p.weight_scale[output / kQuantGroup * groups + group]);
       }
     }
   }

@@ -1,4 +1,5 @@
 // Bindings of float8 products, which modules.Fp8Linear calls. Formulas: quant/fp8_product.h.
+#include <algorithm>
 #include <vector>
 
 #include "binding.h"
@@ -45,8 +46,8 @@ Linear check_linear(const char* op, const Tensor& x, const char* x_name, const T
                  " columns, as `weight`, got ", shape_of(x));
   check_columns(op, "weight", weight);
   const bool in_rows = weight_scale.dim() == 2 && weight_scale.size(0) == out;
-  check_scale(op, "weight_scale", weight_scale, x, in_rows ? out : fp8_groups(out),
-              in_rows ? 1 : fp8_groups(dim));
+  check_scale(op, "weight_scale", weight_scale, x, in_rows ? out : quant_groups(out),
+              in_rows ? 1 : quant_groups(dim));
   FUSELAGE_CHECK(op, weight_scale.is_contiguous(), "`weight_scale` must be contiguous");
   if (bias.has_value()) {
     check_same_device(op, "bias", *bias, x, x_name);
@@ -71,8 +72,9 @@ Tensor aligned(const Tensor& codes) {
 }
 
 // Of q, and of the scale of row i and group j at i * scale_row_stride + j * scale_group_stride.
-Tensor few_rows(const char* op, const Tensor& q, const Tensor& scale, int64_t scale_row_stride,
-                int64_t scale_group_stride, const Linear& linear, DType y_dtype) {
+Tensor product_of_few(const char* op, const Tensor& q, const Tensor& scale,
+                      int64_t scale_row_stride, int64_t scale_group_stride, const Linear& linear,
+                      DType y_dtype) {
   const Tensor y = empty_with_columns(q, linear.out, scalar_type_of(y_dtype));
   Fp8Product p{};
   p.rows = rows_in(q);
@@ -126,15 +128,15 @@ Tensor fp8_product(const Tensor& q, const Tensor& scale, const Tensor& weight,
   check_codes(op, "q", q);
   const Linear linear = check_linear(op, q, "q", weight, weight_scale, bias);
   const DType y_dtype = check_result(op, dtype);
-  const int64_t rows = rows_in(q), groups = linear.in_groups ? fp8_groups(linear.dim) : 1;
+  const int64_t rows = rows_in(q), groups = linear.in_groups ? quant_groups(linear.dim) : 1;
   FUSELAGE_CHECK(op, rows <= kFp8ProductRows, "`q` must have at most ", kFp8ProductRows,
                  " rows, got ", shape_of(q));
   check_scale(op, "scale", scale, q, rows, groups);
   const int64_t last = scale.dim() - 1;
   const bool by_columns = groups > 1 && has_columns(scale);
-  const Tensor read = by_columns || scale.is_contiguous() ? scale : contiguous_copy(scale);
-  return few_rows(op, q, read, by_columns ? 1 : groups, by_columns ? scale.stride(last) : 1, linear,
-                  y_dtype);
+  const Tensor read = by_columns ? scale : with_adjacent_elements(scale);
+  return product_of_few(op, q, read, by_columns ? 1 : groups, by_columns ? scale.stride(last) : 1,
+                        linear, y_dtype);
 }
 
 // The elements of a tensor with these sizes and strides. One call into Torch, past its dispatcher:
@@ -179,13 +181,9 @@ Tensor scaled_mm(const Tensor& q, const Tensor& scale, const Linear& linear, boo
   const Tensor y = torch::stable::detail::to<Tensor>(stack[0]);
   if (q.dim() == 2) return y;
   int64_t sizes[kMaxDim], strides[kMaxDim];
-  FUSELAGE_CHECK("fp8_linear", q.dim() <= kMaxDim, "`x` must have at most 64 dimensions");
-  int64_t stride = 1;
-  for (int64_t i = q.dim() - 1; i >= 0; --i) {
-    sizes[i] = i == q.dim() - 1 ? linear.out : q.size(i);
-    strides[i] = stride;
-    stride *= sizes[i];
-  }
+  std::copy(q.sizes().begin(), q.sizes().end(), sizes);
+  sizes[q.dim() - 1] = linear.out;
+  contiguous_strides(sizes, q.dim(), strides);
   return seen_as(y, sizes, strides, q.dim());
 }
 
@@ -214,8 +212,8 @@ std::tuple<Tensor, Tensor, Tensor> fp8_linear(const Tensor& x, const Tensor& wei
     const auto kept = read_rows(quant.x, quant.x_stride, x);
     launch<cpu::quant_fp8, gpu::quant_fp8>(op, x, quant, quant.rows, quant.dim);
   }
-  const Tensor y = has_few ? few_rows(op, results.q, results.scale, quant.scale_row_stride,
-                                      quant.scale_group_stride, linear, y_dtype)
+  const Tensor y = has_few ? product_of_few(op, results.q, results.scale, quant.scale_row_stride,
+                                            quant.scale_group_stride, linear, y_dtype)
                            : scaled_mm(results.q, results.scale, linear, fast_accum);
   return {y, results.q, results.scale};
 }

@@ -33,15 +33,20 @@ inline Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_
   return Tensor(handle);
 }
 
-// Likewise, contiguous.
-inline Tensor empty(const int64_t* sizes, int64_t dim, ScalarType type, const Tensor& like) {
-  int64_t strides[kMaxDim];
+// Strides of a contiguous tensor.
+inline void contiguous_strides(const int64_t* sizes, int64_t dim, int64_t (&strides)[kMaxDim]) {
   if (dim > kMaxDim) throw std::runtime_error("fuselage: tensors have at most 64 dimensions");
   int64_t stride = 1;
   for (int64_t i = dim - 1; i >= 0; --i) {
     strides[i] = stride;
     stride *= sizes[i] == 0 ? 1 : sizes[i];
   }
+}
+
+// As empty_strided, contiguous.
+inline Tensor empty(const int64_t* sizes, int64_t dim, ScalarType type, const Tensor& like) {
+  int64_t strides[kMaxDim];
+  contiguous_strides(sizes, dim, strides);
   return empty_strided(sizes, strides, dim, type, like);
 }
 

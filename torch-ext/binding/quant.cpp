@@ -87,7 +87,7 @@ QuantResults quant_results(const char* op, const Tensor& x, int64_t columns, DTy
     const int64_t none = 0;
     return {q, empty(&none, 1, ScalarType::Float, x)};
   }
-  const int64_t groups = p.in_groups ? (p.dim + kQuantGroup - 1) / kQuantGroup : 1;
+  const int64_t groups = p.in_groups ? quant_groups(p.dim) : 1;
   const Tensor made = empty_scales(op, x, groups, options.scales_by_columns);
   if (p.dim == 0 && !is_meta(x)) torch::stable::fill_(made, 1.0);  // rows of no columns
   if (!is_empty) p.scale = static_cast<float*>(made.mutable_data_ptr());

@@ -21,73 +21,6 @@ RECIPES = ("rowwise", "blockwise")
 MULTIPLE = 16  # of both dimensions: float8 tensor cores take no others
 
 
-class Fp8Weight(torch.nn.Module):
-    """What `modules.Fp8Linear` owns: float8 and scales that no cast changes, and a bias."""
-
-    def __init__(self, in_features, out_features, recipe, device, dtype):
-        super().__init__()
-        if recipe not in RECIPES:
-            raise RuntimeError(
-                f"fuselage::Fp8Linear: `recipe` must be one of {', '.join(RECIPES)}, got {recipe!r}"
-            )
-        self.in_features, self.out_features, self.recipe = in_features, out_features, recipe
-        blocks = (-(-out_features // GROUP), -(-in_features // GROUP))
-        scales = (out_features, 1) if recipe == "rowwise" else blocks
-        q = torch.zeros((out_features, in_features), device=device, dtype=torch.uint8)
-        self.register_buffer("weight", q.view(E4M3))
-        self.register_buffer("weight_scale", torch.ones(scales, device=device, dtype=torch.float32))
-        # Has the dtype that a cast gives it.
-        like = torch.empty(0, device=device, dtype=dtype)
-        self.register_buffer("_like", like, persistent=False)
-        self.register_parameter("bias", None)
-        self.choose_product()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of results for a `(q, scale)`."""
-        return self._like.dtype
-
-    def extra_repr(self) -> str:
-        text = f"in_features={self.in_features}, out_features={self.out_features}"
-        text += f", bias={self.bias is not None}, recipe={self.recipe!r}"
-        return text + (", emulated" if self.emulated_because is not None else "")
-
-    def _apply(self, fn, recurse: bool = True):
-        """Moves the weight and its scales as integers, which a cast leaves alone."""
-        self.weight = self.weight.view(torch.uint8)
-        self.weight_scale = self.weight_scale.view(torch.int32)
-        try:
-            return super()._apply(fn, recurse)
-        finally:
-            self.weight = self.weight.view(E4M3)
-            self.weight_scale = self.weight_scale.view(torch.float32)
-            self.choose_product()
-
-    def _load_from_state_dict(self, state_dict, prefix, *others):
-        given = state_dict.get(f"{prefix}weight")
-        if given is not None and given.dtype != E4M3:
-            errors = others[-1]
-            errors.append(
-                f"{prefix}weight must be float8_e4m3fn, got {given.dtype}: load it into a "
-                "torch.nn.Linear, and use Fp8Linear.from_linear"
-            )
-            return
-        super()._load_from_state_dict(state_dict, prefix, *others)
-        self.choose_product()  # with assign=True the weight may be elsewhere
-
-    def choose_product(self) -> None:
-        """Here and not in each call: `torch.compile` has nothing to ask a device."""
-        sizes = (self.out_features, self.in_features)
-        device = self.weight.device
-        self.device_type = device.type
-        self.emulated_because = why_emulated(device, self.recipe, *sizes)
-        self.few_rows = few_rows(device, self.recipe, self.emulated_because is not None)
-        self.has_scaled_mm = (
-            self.recipe == "rowwise" and device.type == "cuda" and self.emulated_because is None
-        )
-        self.has_kernel = has_kernel(device, *sizes)
-
-
 def quantize_weight(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
     """q of a weight `[out, in]`, and its scales: of rows or of blocks."""
     if recipe == "rowwise":
@@ -150,6 +83,11 @@ KERNEL_ROWS = 16
 def are_few(x: torch.Tensor) -> bool:
     """Whether the rows of `x`, or of what it is quantised to, are so few, and there is one."""
     return 0 < x.numel() <= KERNEL_ROWS * x.shape[-1]
+
+
+def fits_kernel(q: torch.Tensor, has_kernel: bool) -> bool:
+    """Whether what was quantised goes to that kernel, where there is one."""
+    return has_kernel and type(q) is torch.Tensor and are_few(q)
 
 
 def has_kernel(device: torch.device, out_features: int, in_features: int) -> bool:
@@ -240,7 +178,7 @@ class Product(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         q, scale = quantize_rows(x, recipe == "blockwise")
         given = (q, scale, weight, weight_scale, bias)
-        if has_kernel and are_few(q):
+        if fits_kernel(q, has_kernel):
             return product_of_few(*given, dtype)
         return product(*given, dtype, recipe, fast_accum, emulated)
 

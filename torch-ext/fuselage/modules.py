@@ -8,6 +8,7 @@ import torch
 
 from . import _fp8
 from ._autograd import some_need_grad
+from ._fp8_linear import Fp8Weight
 from .ada_norm import ada_layer_norm, ada_rms_norm, fused_add_layer_norm, layer_norm
 from .gate import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from .group_norm import group_norm
@@ -15,7 +16,6 @@ from .linear_loss import linear_cross_entropy
 from .loss import cross_entropy
 from .norm import fused_add_rms_norm, gated_rms_norm, rms_norm
 from .poly_norm import fused_mul_poly_norm, grouped_poly_norm, poly_norm
-from .quant import quantize_rows
 
 
 class RMSNorm(torch.nn.Module):
@@ -561,7 +561,7 @@ def _show_loss(module: torch.nn.Module) -> str:
     return ", ".join(f"{n}={v!r}" for n, v in shown if n in always or v not in (0.0, None))
 
 
-class Fp8Linear(_fp8.Fp8Weight):
+class Fp8Linear(Fp8Weight):
     """A linear layer with a weight in float8, which quantises its input: `[..., in] -> [..., out]`.
 
         y = (q(x) @ q(weight).T) * scale_of_x * scale_of_weight + bias
@@ -606,8 +606,7 @@ class Fp8Linear(_fp8.Fp8Weight):
         device=None,
         dtype: Optional[torch.dtype] = None,
     ):
-        super().__init__(in_features, out_features, recipe, device, dtype)
-        self.fast_accum = fast_accum
+        super().__init__(in_features, out_features, recipe, fast_accum, device, dtype)
         if bias:
             self.bias = torch.nn.Parameter(self._like.new_zeros(out_features))
 
@@ -637,8 +636,7 @@ class Fp8Linear(_fp8.Fp8Weight):
     def forward(self, x: Union[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """Of a tensor, or of what `quant_fp8` made of one: a scale a row, or a group of 128."""
         if isinstance(x, torch.Tensor):
-            if x.shape[-1:] != (self.in_features,):
-                _fp8.check_columns(x, self.in_features)
+            _fp8.check_columns(x, self.in_features)
             if torch.is_grad_enabled() and some_need_grad(x, self.bias):
                 given = self._given(_fp8.dtype_of_result(x))
                 return _fp8.Product.apply(x, *given, self.has_kernel)
@@ -646,46 +644,6 @@ class Fp8Linear(_fp8.Fp8Weight):
         q, scale = x
         _fp8.check_quantized(q, scale, self.in_features, self.recipe)
         return self.multiply_quantized(q, scale, self.dtype)
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """The product with a tensor of the right columns, without gradients."""
-        return self.quantize_and_multiply(x)[0]
-
-    def quantize_and_multiply(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple]:
-        """The product, and the `(q, scale)` it was made of."""
-        # NOTE: in eager mode each line here is time of the host.
-        plain = not (torch.compiler.is_compiling() or torch.is_autocast_enabled(self.device_type))
-        if plain and self.takes_one_call(x):
-            weight, weight_scale = self._buffers["weight"], self._buffers["weight_scale"]
-            bias, dtype = self._parameters["bias"], x.dtype
-            y, *quantized = _fp8.linear(x, weight, weight_scale, bias, self.fast_accum, dtype)
-            return y, quantized
-        quantized = quantize_rows(x, self.recipe == "blockwise")
-        return self.multiply_quantized(*quantized, _fp8.dtype_of_result(x)), quantized
-
-    def takes_one_call(self, x: torch.Tensor) -> bool:
-        """Whether one call of ours quantises and multiplies."""
-        if type(x) is not torch.Tensor and not isinstance(x, torch.nn.Parameter):
-            return False
-        if self.has_kernel and _fp8.are_few(x):
-            return True
-        bias, dtype = self._parameters["bias"], torch.bfloat16
-        fits = x.dtype == dtype and (bias is None or bias.dtype == dtype)
-        return fits and self.has_scaled_mm and x.numel() > 0
-
-    def multiply_quantized(self, q: torch.Tensor, scale: torch.Tensor, dtype) -> torch.Tensor:
-        if self.has_kernel and type(q) is torch.Tensor and _fp8.are_few(q):
-            tensors = self._buffers["weight"], self._buffers["weight_scale"]
-            return _fp8.product_of_few(q, scale, *tensors, self._parameters["bias"], dtype)
-        return _fp8.product(q, scale, *self._given(dtype), self.few_rows)
-
-    def _given(self, dtype: torch.dtype) -> tuple:
-        """What `_fp8.product` takes after the input."""
-        emulated = self.emulated_because is not None
-        if emulated and not torch.compiler.is_compiling():
-            _fp8.warn_once(self.emulated_because)
-        tensors = (self.weight, self.weight_scale, self.bias)
-        return (*tensors, dtype, self.recipe, self.fast_accum, emulated)
 
     def dequantized(self, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
         """The weight that is multiplied with: `q * scale`, in `dtype` or that of the module."""
