@@ -39,7 +39,7 @@ def build(name: str, device: str = "cpu", **options) -> nn.Module:
     if name in ("Qwen3", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3", "GptOss"):
         special["head_dim"] = 16
     config = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
-    config = getattr(transformers, config)(**SIZES, **special, **options)
+    config = getattr(transformers, config)(**SIZES | special | options)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     randomise(model)
     return model.to(device).eval()

@@ -1,4 +1,5 @@
-"""Compiled models of transformers: attention without a mask, where eager mode has none.
+"""Models of transformers: attention without a mask. Compiled ones where eager mode has none, and
+all over windows.
 
 Eager models hand attention no mask where there is no padding, and it is purely causal or looks both
 ways. Compiled ones make a mask in memory, and attention reads it, in a kernel that is slower: the
@@ -8,6 +9,10 @@ Where the caller gave neither, both are known. Then the model is traced with an 
 implementation whose mask function, registered with transformers, returns no mask where transformers
 itself would return none in eager mode, and makes the same mask as ever otherwise. A mask that is
 given is never left out: its values are not known.
+
+Of a causal mask over a sliding window the same is known. What attention is given in its place says
+how wide the window is (`_window.py`), where the GPU has a kernel that takes windows. Eager models
+have masks of windows, too, and are told in the same way: their mask is marked.
 
 With a mask, as static caches have one, that implementation copies no keys for the heads that share
 them, where there is one token.
@@ -24,14 +29,16 @@ from typing import Callable, Optional
 
 import torch
 
-from . import _probe, _source
+from . import _probe, _source, _window
 from ._patch import Found, Match, around, innermost, marked, replacement
 
 WHAT = "causal attention without a mask, if compiled"
 BOTH_WAYS = "attention without a mask, if compiled"
 
 _CAUSAL = f"{__name__}.causal"  # the names of attention implementations
+_WINDOWS = f"{__name__}.windows"
 _UNMASKED = f"{__name__}.unmasked"
+_MARKED = f"{__name__}.marked"
 _RECORDED = f"{__name__}.recorded"
 
 # Arguments of attention functions that make it another formula.
@@ -67,7 +74,11 @@ def recognise_masks(module: torch.nn.Module) -> Found:
     # Of a body that is no model, its configuration says whether its attention can be told.
     if not getattr(module, "_supports_sdpa", config._attn_implementation == "sdpa"):
         return None
-    if _is_causal_model(module, masking):
+    calls = _causal_calls(module, masking)
+    windows = [call for call in calls if call.get("local_size") is not None]
+    if windows and all(_window.is_window(c["mask_function"], c["local_size"]) for c in windows):
+        name = _WINDOWS
+    elif calls:
         name = _CAUSAL
     elif _looks_both_ways(type(module), masking):
         name = _UNMASKED
@@ -78,14 +89,14 @@ def recognise_masks(module: torch.nn.Module) -> Found:
     return Match(replacement(forward), forward)
 
 
-def _is_causal_model(module: torch.nn.Module, masking: ModuleType) -> bool:
-    """Whether it holds the layers of a causal language model and makes their mask."""
+def _causal_calls(module: torch.nn.Module, masking: ModuleType) -> list[dict]:
+    """What it asks of mask functions, if it holds the layers of a causal language model."""
     if not inspect.signature(type(module).forward).parameters.keys() >= _ASKED_OF:
-        return False
+        return []
     if not any(isinstance(child, torch.nn.ModuleList) for child in module.children()):
-        return False
+        return []
     calls = _mask_calls(module, masking)
-    return bool(calls) and all(_may_be_skipped(call) for call in calls)
+    return calls if all(_may_be_skipped(call) for call in calls) else []
 
 
 @cache
@@ -137,15 +148,17 @@ def _may_be_skipped(call: dict) -> bool:
 def _register(masking: ModuleType) -> None:
     attention = sys.modules["transformers.modeling_utils"].AttentionInterface
     sdpa = masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    for name in (_CAUSAL, _UNMASKED):
-        masking.AttentionMaskInterface.register(name, _mask_function(sdpa, name == _CAUSAL))
+    for name in (_CAUSAL, _WINDOWS, _UNMASKED):
+        masking.AttentionMaskInterface.register(name, _mask_function(sdpa, name))
+    masking.AttentionMaskInterface.register(_MARKED, _eager_mask_function(sdpa))
+    for name in (_CAUSAL, _WINDOWS, _UNMASKED, _MARKED):
         attention.register(name, _attention_function(attention()["sdpa"]))
 
 
 @cache
 def _attention_function(sdpa: Callable) -> Callable:
-    """As the attention function of `sdpa`, and called with the same. With a mask that one copies
-    keys and values for each head that shares them.
+    """As the attention function of `sdpa`, and called with the same, or with the stand-in of a
+    window. With a mask, `sdpa` copies keys and values for each head that shares them.
 
     Where there is one token, as in decoding with a static cache, the heads that share a key are
     queries of one head, and nothing is copied. Copies and the attention that reads them took 118 of
@@ -154,9 +167,16 @@ def _attention_function(sdpa: Callable) -> Callable:
 
     def attention(module, query, key, value, attention_mask, **kwargs):
         batch, heads, queries, _ = query.shape
+        others = {k for k, v in kwargs.items() if v is not None} & _CHANGES
+        window = _window.window_of(attention_mask)
+        if window is not None:
+            dropout = kwargs.get("dropout", 0.0)
+            if _window.takes(query, key, value, dropout) and not others:
+                return _window.attend(query, key, value, window, kwargs.get("scaling")), None
+            if _window.is_stand_in(attention_mask):
+                attention_mask = _window.mask_of(window, queries, query.device)
         shares = heads > key.shape[1] and queries == 1
         one_mask = attention_mask is not None and attention_mask.shape[1:-1] == (1, 1)
-        others = {k for k, v in kwargs.items() if v is not None} & _CHANGES
         if not (shares and one_mask) or others:
             return sdpa(module, query, key, value, attention_mask, **kwargs)
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -173,17 +193,23 @@ def _attention_function(sdpa: Callable) -> Callable:
 
 
 @cache
-def _mask_function(sdpa: Callable, counted: bool) -> Callable:
-    """As the mask function of `sdpa`, and called with the same: None where eager mode has none.
+def _mask_function(sdpa: Callable, name: str) -> Callable:
+    """As the mask function of `sdpa`, and called with the same: None where eager mode has none, or
+    the stand-in of a window.
 
     NOTE: `allow_is_causal_skip` is False for positions that may be packed. Where they are
     `counted`, the model counts them, or it has a cache, and then they have no say.
     """
+    counted = name in (_CAUSAL, _WINDOWS)
 
     def mask(**kwargs) -> Optional[torch.Tensor]:
         queries, keys = kwargs["q_length"], kwargs["kv_length"]
         window = kwargs.get("local_size")
-        if kwargs.get("attention_mask") is not None or (window is not None and keys >= window):
+        if kwargs.get("attention_mask") is not None:
+            return sdpa(**kwargs)
+        if window is not None and keys >= window:
+            if name == _WINDOWS and _has_kernel(kwargs):
+                return _window.stand_in(window, torch.device(kwargs["device"]))
             return sdpa(**kwargs)
         if "allow_is_bidirectional_skip" in kwargs:  # nothing is masked, unless it is laid over
             return None if kwargs["allow_is_bidirectional_skip"] else sdpa(**kwargs)
@@ -199,6 +225,50 @@ def _mask_function(sdpa: Callable, counted: bool) -> Callable:
 
 
 @cache
+def _eager_mask_function(sdpa: Callable) -> Callable:
+    """As the mask function of `sdpa`. Masks of windows are marked where values say that it is all
+    that they are.
+    """
+
+    def mask(**kwargs) -> Optional[torch.Tensor]:
+        made, given = sdpa(**kwargs), kwargs.get("attention_mask")
+        window = kwargs.get("local_size")
+        if made is None or window is None or not kwargs.get("allow_is_causal_skip"):
+            return made
+        if _has_kernel(kwargs) and (given is None or bool(given.all())):
+            _window.mark(made, window)
+        return made
+
+    return mask
+
+
+def _has_kernel(mask: dict) -> bool:
+    """Whether windows have a kernel, and these are of all tokens, with none before them."""
+    offset = mask.get("q_offset", 0)
+    whole = mask["q_length"] == mask["kv_length"] and not isinstance(offset, torch.Tensor)
+    device, dtype = torch.device(mask["device"]), mask.get("dtype")
+    return whole and offset == 0 and _window.has_kernel(device, dtype)
+
+
+def _is_eager(model: torch.nn.Module) -> bool:
+    """Whether the model is called as it is, and none of its layers a second time in the backward:
+    the configuration has its own implementation again by then.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    lists = (m for m in model._modules.values() if isinstance(m, torch.nn.ModuleList))
+    layers = [layer for each in lists for layer in each._modules.values()]
+    parts = [*layers, *(part for layer in layers for part in layer._modules.values())]
+    return not any(
+        vars(part).get("gradient_checkpointing") or type(part).__name__ == "CheckpointWrapper"
+        for part in parts
+        if part is not None
+    )
+
+
+@cache
 def _forward(kind: type, own: Optional[Callable], name: str) -> Callable:
     """The forward of the class, or `own`, another one of ours, traced with an implementation."""
     signature = inspect.signature(kind.forward)
@@ -207,18 +277,23 @@ def _forward(kind: type, own: Optional[Callable], name: str) -> Callable:
     def forward(self, *args, **kwargs):
         inner = own or type(self).forward
         config = self.config
-        if not torch.compiler.is_dynamo_compiling() or config._attn_implementation != "sdpa":
+        if config._attn_implementation != "sdpa":
             return inner(self, *args, **kwargs)
-        given = {k for k, v in (*zip(names, args), *kwargs.items()) if v is not None}
-        known = _KNOWN | {"position_ids"} if "past_key_values" in given else _KNOWN
-        config._attn_implementation = name if given <= known else _UNMASKED
+        if torch.compiler.is_dynamo_compiling():
+            given = {k for k, v in (*zip(names, args), *kwargs.items()) if v is not None}
+            known = _KNOWN | {"position_ids"} if "past_key_values" in given else _KNOWN
+            config._attn_implementation = name if given <= known else _UNMASKED
+        elif name == _WINDOWS and _is_eager(self):
+            config._attn_implementation = _MARKED
+        else:
+            return inner(self, *args, **kwargs)
         try:
             return inner(self, *args, **kwargs)
         finally:
             config._attn_implementation = "sdpa"
 
     forward.__signature__ = signature
-    what = WHAT if name == _CAUSAL else BOTH_WAYS
+    what = BOTH_WAYS if name == _UNMASKED else WHAT
     if own is not None:
         what = f"{replacement(own)} and {what}"
     return around(own, marked(what, forward))

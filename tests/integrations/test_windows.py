@@ -1,0 +1,368 @@
+"""Causal attention over sliding windows in patched models, without a mask.
+
+On a CPU, the kernel of the window is a formula that stands in for PyTorch's: what is tested there
+is who calls it, and with what.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from functools import partial
+
+import pytest
+import torch
+from integrations.models import (
+    assert_no_farther,
+    build,
+    counted_ops,
+    half_of,
+    randomise,
+    tokens,
+)
+
+COLUMNS, WINDOW = 40, 12
+KINDS = ["sliding_attention", "full_attention"]
+NAMES = {
+    "Cohere2": {"layer_types": KINDS},
+    "Gemma3": {"layer_types": KINDS},
+    "Mistral": {},
+    "Olmo3": {"layer_types": KINDS},
+    "Phi3": {},
+}
+
+
+def weights_of(query, key, left, scale):
+    """The softmax, float32, and heads of queries and keys, `[batch, heads, tokens, dim]`."""
+    q, k = (x.float().transpose(1, 2) for x in (query, key))
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    back = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+    scores = (q @ k.mT * scale).masked_fill((back < 0) | (back > left), -torch.inf)
+    return scores.softmax(-1), q, k
+
+
+def cpu_forward(query, key, value, *args, scale=None, window_size_left=None, **kwargs):
+    weights, _, _ = weights_of(query, key, window_size_left, scale)
+    v = value.float().transpose(1, 2).repeat_interleave(query.shape[2] // value.shape[2], 1)
+    out = (weights @ v).transpose(1, 2).to(query.dtype)
+    batch, rows, heads, _ = query.shape
+    sums = query.new_zeros((batch, heads, rows), dtype=torch.float32)
+    state = query.new_zeros(2, dtype=torch.uint64)
+    return out, sums, state, query.new_empty((), dtype=torch.uint64), query.new_empty(0)
+
+
+def cpu_backward(grad, query, key, value, *args, scale=None, window_size_left=None, **kwargs):
+    weights, q, k = weights_of(query, key, window_size_left, scale)
+    shared = query.shape[2] // key.shape[2]
+    v = value.float().transpose(1, 2).repeat_interleave(shared, 1)
+    g = grad.float().transpose(1, 2)
+    of_weights = g @ v.mT
+    of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * scale
+    of_key, of_value = (
+        x.unflatten(1, (-1, shared)).sum(2) for x in (of_scores.mT @ q, weights.mT @ g)
+    )
+    return tuple(x.transpose(1, 2).to(query.dtype) for x in (of_scores @ k, of_key, of_value))
+
+
+@pytest.fixture
+def integration(fuselage):
+    return fuselage.integrations.transformers
+
+
+@pytest.fixture
+def window(integration, device, monkeypatch):
+    """The module of windows, as on a GPU that has the kernel."""
+    module = sys.modules[f"{integration.__name__.rpartition('.')[0]}._window"]
+    if device != "cpu":
+        yield module
+        return
+    monkeypatch.setattr(module, "has_kernel", lambda *_: True)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", cpu_forward, "CPU")
+    library.impl("_flash_attention_backward", cpu_backward, "CPU")
+    yield module
+    library._destroy()
+
+
+def compiled(model):
+    """The model compiled whole, and of each attention in its graphs its window; None of none, and
+    "mask" with a mask."""
+    seen: list = []
+
+    def backend(graph, inputs):
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        for node in (node for part in parts for node in part.graph.nodes):
+            if "scaled_dot_product_attention" in str(node.target):
+                seen.append(None if node.kwargs.get("attn_mask") is None else "mask")
+            elif "_flash_attention_forward" in str(node.target):
+                assert node.kwargs["window_size_right"] == 0
+                seen.append(node.kwargs["window_size_left"] + 1)
+        return graph.forward
+
+    torch._dynamo.reset()
+    return torch.compile(model, fullgraph=True, backend=backend), seen
+
+
+def models(integration, name, device="cpu", **options):
+    """In float32, in bfloat16, and that patched."""
+    exact = build(name, device, **{"sliding_window": WINDOW, **NAMES[name], **options})
+    plain = half_of(exact)
+    patched = copy.deepcopy(plain)
+    integration.patch(patched)
+    return exact, plain, patched
+
+
+def windows_of(model) -> list:
+    kinds = getattr(model.config, "layer_types", None) or [KINDS[0]] * 2
+    return [WINDOW if kind == KINDS[0] else None for kind in kinds]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_mask_is_made(integration, window, device, name):
+    exact, plain, patched = models(integration, name, device)
+    run, seen = compiled(patched)
+    ids = [tokens(2, COLUMNS, device) for _ in range(4)]
+    with torch.no_grad():
+        ours, theirs, right = (
+            lambda i, m=m: m(input_ids=ids[i], use_cache=False).logits for m in (run, plain, exact)
+        )
+        assert_no_farther(ours, theirs, right)
+    assert seen == windows_of(plain)
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "Mistral"])
+def test_gradients(integration, window, device, name):
+    exact, plain, patched = models(integration, name, device)
+    run, seen = compiled(patched)
+
+    def gradients(model, called, seed):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        result = called(input_ids=tokens(2, COLUMNS, device), use_cache=False).logits
+        result.square().mean().backward()
+        return torch.cat([p.grad.flatten().float() for p in model.parameters()])
+
+    assert_no_farther(
+        lambda seed: gradients(patched, run, seed),
+        lambda seed: gradients(plain, plain, seed),
+        lambda seed: gradients(exact, exact, seed),
+    )
+    assert seen == windows_of(plain)
+
+
+@pytest.mark.parametrize("columns", [WINDOW - 1, WINDOW, WINDOW + 1])
+def test_sizes_about_the_window(integration, window, device, columns):
+    exact, plain, patched = models(integration, "Mistral", device)
+    run, seen = compiled(patched)
+    ids = tokens(2, columns, device)
+    with torch.no_grad():
+        results = [m(input_ids=ids, use_cache=False).logits for m in (run, plain, exact)]
+    assert_no_farther(*(lambda _, r=r: r for r in results), seeds=1)
+    assert seen == [WINDOW if columns >= WINDOW else None] * 2
+
+
+def test_a_window_is_seen_by_its_function(integration, device):
+    """Chunks have a local size, too."""
+    from transformers import masking_utils as masking
+
+    module = sys.modules[f"{integration.__name__.rpartition('.')[0]}._window"]
+    for size in (1, 2, 7, 512):
+        assert module.is_window(masking.sliding_window_causal_mask_function(size), size)
+        assert not module.is_window(masking.sliding_window_causal_mask_function(size + 1), size)
+        assert not module.is_window(masking.causal_mask_function, size)
+        padding = torch.zeros(1, dtype=torch.long)
+        if size > 1:
+            chunks = masking.chunked_causal_mask_function(size, padding)
+            assert not module.is_window(chunks, size)
+        both_ways = masking.sliding_window_bidirectional_mask_function(size)
+        assert not module.is_window(both_ways, size)
+
+
+@pytest.mark.parametrize("given", ["attention_mask", "position_ids", "4d"])
+def test_what_is_given_needs_a_mask(integration, window, given):
+    """Its values are not known."""
+    exact, plain, patched = models(integration, "Mistral")
+    run, seen = compiled(patched)
+    ids = tokens(2, COLUMNS)
+    padding = torch.ones_like(ids)
+    padding[0, :5] = 0
+    positions = torch.cat([torch.arange(15), torch.arange(COLUMNS - 15)]).expand(2, -1)
+    kept = torch.ones(COLUMNS, COLUMNS, dtype=torch.bool).tril().triu(-5).expand(2, 1, -1, -1)
+    inputs = {
+        "attention_mask": {"attention_mask": padding},
+        "position_ids": {"position_ids": positions},
+        "4d": {"attention_mask": kept},
+    }[given]
+    with torch.no_grad():
+        results = [m(ids, use_cache=False, **inputs).logits for m in (run, plain, exact)]
+    if given == "attention_mask":
+        results = [r[padding.bool()] for r in results]
+    assert_no_farther(*(lambda _, r=r: r for r in results), seeds=1)
+    assert seen == ["mask"] * 2
+
+
+@pytest.mark.parametrize("cache", ["DynamicCache", "StaticCache"])
+@pytest.mark.slow
+def test_caches(integration, window, device, cache):
+    """A prompt that is longer than the window, and what comes after it."""
+    import transformers
+
+    exact, plain, patched = models(integration, "Gemma3", device)
+    run, seen = compiled(patched)
+    options = {"max_cache_len": 2 * COLUMNS} if cache == "StaticCache" else {}
+    make = getattr(transformers, cache)
+    caches = [make(config=plain.config, **options) for _ in range(3)]
+    ids = tokens(16, COLUMNS + 6, device)
+    parts = ids.split([COLUMNS, 1, 1, 4], 1)
+    results = []
+    for model, cache_of in zip((run, plain, exact), caches):
+        with torch.no_grad():
+            made = (model(input_ids=i, past_key_values=cache_of, use_cache=True) for i in parts)
+            results.append(torch.cat([each.logits for each in made], 1))
+    assert_no_farther(*(lambda _, r=r: r for r in results), seeds=1)
+    if cache == "DynamicCache":
+        assert seen[:2] == [WINDOW, None] and WINDOW not in seen[2:]
+
+
+@pytest.mark.parametrize("change", ["dim", "dropout", "float32"])
+def test_heads_without_a_kernel(integration, window, device, change):
+    """Attention makes the mask then."""
+    options = {"dim": {"head_dim": 12}, "dropout": {"attention_dropout": 0.5}}.get(change, {})
+    exact, plain, patched = models(integration, "Gemma3", device, **options)
+    if change == "float32":
+        patched.float()
+    patched.train(change == "dropout")
+    run, seen = compiled(patched)
+    ids = tokens(2, COLUMNS, device)
+    with torch.no_grad():
+        ours = run(input_ids=ids, use_cache=False).logits
+        if change != "dropout":
+            results = (ours, *(m(input_ids=ids, use_cache=False).logits for m in (plain, exact)))
+            assert_no_farther(*(lambda _, r=r: r for r in results), seeds=1)
+    assert seen == ["mask", None]
+
+
+def test_a_layer_over_the_mask(integration, window):
+    """A model that lays something over its windows keeps its masks."""
+    import transformers
+
+    config = transformers.Gemma3TextConfig(
+        **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+        **{"sliding_window": WINDOW, "layer_types": KINDS, "use_bidirectional_attention": True},
+    )
+    model = transformers.Gemma3TextModel(config).to(torch.bfloat16).eval()
+    randomise(model)
+    patched = copy.deepcopy(model)
+    integration.patch(patched)
+    run, seen = compiled(patched)
+    ids = torch.randint(0, 64, (2, COLUMNS))
+    with torch.no_grad():
+        actual, expected = (m(input_ids=ids).last_hidden_state for m in (run, model))
+    assert (actual - expected).abs().max() < 0.1 * expected.abs().max()
+    assert WINDOW not in seen
+
+
+FLASH = "_flash_attention_forward"
+
+
+def counted(fuselage, call):
+    """How often it calls the kernel, and its result."""
+    with counted_ops(fuselage, also=(FLASH,)) as counts:
+        result = call()
+    return counts[FLASH], result
+
+
+def logits_of(model, ids, inputs):
+    return model(input_ids=ids, **inputs).logits
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_eager(fuselage, integration, window, device, name):
+    """Masks of ones are none: their values are known."""
+    exact, plain, patched = models(integration, name, device)
+    ids = tokens(8, COLUMNS, device)
+    ones = torch.ones_like(ids)
+    with torch.no_grad():
+        theirs, right = (m(input_ids=ids).logits for m in (plain, exact))
+        for inputs in ({}, {"attention_mask": ones}, {"use_cache": False}):
+            called, ours = counted(fuselage, partial(logits_of, patched, ids, inputs))
+            assert_no_farther(*(lambda _, r=r: r for r in (ours, theirs, right)), seeds=1)
+            assert called == len([w for w in windows_of(plain) if w])
+    assert patched.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("given", ["padding", "positions", "4d", "short"])
+def test_eager_masks_that_are_more(fuselage, integration, window, device, given):
+    exact, plain, patched = models(integration, "Mistral", device)
+    ids = tokens(8, COLUMNS if given != "short" else WINDOW - 1, device)
+    padding = torch.ones_like(ids)
+    padding[0, :5] = 0
+    positions = torch.cat([torch.arange(15), torch.arange(COLUMNS - 15)]).expand(8, -1)
+    inputs = {
+        "padding": {"attention_mask": padding},
+        "positions": {"position_ids": positions.to(device), "use_cache": False},
+        "4d": {"attention_mask": torch.ones(8, 1, COLUMNS, COLUMNS, device=device).tril().bool()},
+        "short": {},
+    }[given]
+    kept = padding.bool() if given == "padding" else torch.ones_like(padding).bool()
+    with torch.no_grad():
+        called, ours = counted(fuselage, partial(logits_of, patched, ids, inputs))
+        results = (ours, *(m(input_ids=ids, **inputs).logits for m in (plain, exact)))
+    assert_no_farther(*(lambda _, r=r: r[kept] for r in results), seeds=1)
+    assert called == 0
+
+
+@pytest.mark.parametrize("again", [None, "transformers", "torch"])
+def test_eager_training(fuselage, integration, window, device, again):
+    """Layers that run again in the backward are told of no window: the model is not, then."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+
+    exact, plain, patched = models(integration, "Gemma3", device)
+    for model in (exact, plain, patched):
+        model.train()
+        if again == "transformers":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        elif again == "torch":
+            checkpoint_wrapper.apply_activation_checkpointing(
+                model, check_fn=lambda m: hasattr(m, "self_attn")
+            )
+    used = []
+
+    def gradients(model, seed):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        ids = tokens(2, COLUMNS, device)
+        called, result = counted(fuselage, partial(logits_of, model, ids, {"use_cache": False}))
+        if model is patched:
+            used.append(called)
+        result.square().mean().backward()
+        return torch.cat([p.grad.flatten().float() for p in model.parameters()])
+
+    assert_no_farther(*(lambda seed, m=m: gradients(m, seed) for m in (patched, plain, exact)))
+    assert set(used) == {1 if again is None else 0}
+
+
+def test_compiled_layers_of_an_eager_model(integration, window, device):
+    """They are given the mask."""
+    exact, plain, patched = models(integration, "Gemma3", device)
+    torch._dynamo.reset()
+    for layer in patched.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    ids = tokens(8, COLUMNS, device)
+    with torch.no_grad():
+        results = [m(input_ids=ids, use_cache=False).logits for m in (patched, plain, exact)]
+    assert_no_farther(*(lambda _, r=r: r for r in results), seeds=1)
+
+
+@pytest.mark.slow
+def test_eager_generation(fuselage, integration, window, device):
+    """The prompt has windows, and tokens after it do not."""
+    _, plain, patched = models(integration, "Gemma3", device)
+    ids = tokens(2, COLUMNS, device)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    called, ours = counted(fuselage, lambda: patched.generate(ids, **options))
+    assert called == 1
+    theirs = plain.generate(ids, **options)
+    # Random weights have near ties, which roundings decide.
+    assert (ours == theirs).float().mean() > 0.9

@@ -1,0 +1,124 @@
+"""Causal attention over a sliding window, without a mask: PyTorch's flash attention has windows,
+though `scaled_dot_product_attention` does not hand them on.
+
+It skips what lies outside of the window, where attention with a mask multiplies all tokens by all
+tokens and reads the mask besides.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Optional
+
+import torch
+
+_MARK = "fuselage_window"
+
+_flash = torch.ops.aten._flash_attention_forward.default
+
+
+def stand_in(window: int, device: torch.device) -> torch.Tensor:
+    """What goes through a model in place of the mask of a window: without elements, so that nobody
+    takes it for a mask. A token attends to `window` tokens, of which it is the last.
+    """
+    return torch.empty((1, 1, window, 0), dtype=torch.bool, device=device)
+
+
+def is_stand_in(mask: Optional[torch.Tensor]) -> bool:
+    return mask is not None and mask.dim() == 4 and mask.shape[3] == 0
+
+
+def window_of(mask: Optional[torch.Tensor]) -> Optional[int]:
+    """That of a stand-in, or of a mask that was marked; None of others."""
+    if is_stand_in(mask):
+        return mask.shape[2]
+    # Compiled layers of an eager model are given masks, too.
+    return None if torch.compiler.is_compiling() else getattr(mask, _MARK, None)
+
+
+def mark(mask: torch.Tensor, window: int) -> None:
+    """Says that a mask is that of a window. Whoever does not ask has the mask."""
+    setattr(mask, _MARK, window)
+
+
+def mask_of(window: int, tokens: int, device: torch.device) -> torch.Tensor:
+    positions = torch.arange(tokens, device=device)
+    back = positions[:, None] - positions
+    return ((back >= 0) & (back < window))[None, None]
+
+
+def is_window(mask_function, window: int) -> bool:
+    """Whether a mask function of transformers is `mask_of`, as far as some tokens show."""
+    tokens = 2 * window + 3
+    keys = torch.arange(tokens)
+    near = {0, 1, window - 1, window, window + 1, 2 * window, tokens - 1}
+    queries = torch.tensor(sorted(near))
+    zero = torch.zeros((1, 1, 1, 1), dtype=torch.long)
+    try:
+        made = mask_function(zero, zero, queries[None, None, :, None], keys[None, None, None])
+    except Exception:  # whatever a model lays over its mask
+        return False
+    expected = (queries[:, None] >= keys) & (queries[:, None] - keys < window)
+    return torch.equal(made.expand(1, 1, len(queries), tokens), expected[None, None])
+
+
+# NOTE: models are traced through both, and Dynamo does not look into what they ask.
+@torch.compiler.assume_constant_result
+def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    return (
+        device.type == "cuda"
+        and dtype in (torch.float16, torch.bfloat16)
+        and _is_built()
+        and torch.backends.cuda.flash_sdp_enabled()
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+
+
+@cache
+def _is_built() -> bool:
+    """NOTE: not on ROCm, where nobody has tried."""
+    has_windows = any(argument.name == "window_size_left" for argument in _flash._schema.arguments)
+    has_flash = torch.backends.cuda.is_flash_attention_available()
+    return has_windows and has_flash and torch.version.hip is None
+
+
+@torch.compiler.assume_constant_result
+def _max_dim(device: torch.device) -> int:
+    """Of a head. The backward of larger ones takes more shared memory than other GPUs have."""
+    if device.type != "cuda":
+        return 256
+    major, minor = torch.cuda.get_device_capability(device)
+    return 256 if major in (9, 10) or (major, minor) == (8, 0) else 192
+
+
+def takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
+    """Whether the kernel takes these heads; `has_kernel` has been asked."""
+    dim = query.shape[-1]
+    return (
+        dropout == 0.0
+        and key.shape[-1] == dim == value.shape[-1]
+        and dim % 8 == 0
+        and dim <= _max_dim(query.device)
+        and query.dtype == key.dtype == value.dtype
+        and query.dtype in (torch.float16, torch.bfloat16)
+    )
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int,
+    scale: Optional[float],
+) -> torch.Tensor:
+    """`[batch, tokens, heads, dim]`, of `[batch, heads, tokens, dim]` and as many or fewer heads of
+    keys and values.
+    """
+    heads_last = (x.transpose(1, 2) for x in (query, key, value))
+    tokens = query.shape[2]
+    return _flash(
+        *(*heads_last, None, None, tokens, tokens, 0.0, True, False),
+        scale=scale,
+        window_size_left=window - 1,
+        window_size_right=0,
+    )[0]
