@@ -18,6 +18,7 @@ product_of_few = ops.fp8_product.default
 
 E4M3 = torch.float8_e4m3fn
 RECIPES = ("rowwise", "blockwise")
+_LIMIT = torch.finfo(E4M3).max
 MULTIPLE = 16  # of both dimensions: float8 tensor cores take no others
 
 
@@ -32,6 +33,27 @@ def quantize_weight(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, to
     q = q.view(torch.uint8).unflatten(-1, (GROUP, GROUP)).transpose(1, 2)
     q = q.reshape(padded.shape)[:rows, :columns].contiguous().view(E4M3)
     return q, scale.squeeze(-1)
+
+
+def quantize_input(x: torch.Tensor, recipe: str, emulated: bool) -> tuple:
+    """q of what is multiplied, and its scales. No gradient is asked for."""
+    if torch.compiler.is_compiling() and x.is_cuda and recipe == "rowwise" and not emulated:
+        return quantize_in_graph(x)
+    return quantize_rows(x, recipe == "blockwise")
+
+
+def quantize_in_graph(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_rows` by operations of PyTorch, which the compiler fuses with the norm before them,
+    those of query, key and value in one kernel.
+
+    Of four layers of Llama-3-8B, compiled, norms and quantisation took 1.31 ms of a prefill of 8192
+    tokens on an H100, and take 0.95; 58 us less, of 1743, of eight layers that decode 8 tokens.
+    """
+    x = x.float()
+    # NOTE: by a tensor, as PyTorch divides by a number by multiplying with its inverse.
+    scale = x.abs().amax(-1, keepdim=True) / x.new_full((), _LIMIT)
+    scale = torch.where(scale == 0, 1.0, scale)
+    return (x / scale).clamp(-_LIMIT, _LIMIT).to(E4M3), scale
 
 
 # ---- products ----
@@ -176,7 +198,7 @@ class Product(torch.autograd.Function):
         ctx.save_for_backward(weight, weight_scale)
         ctx.recipe, ctx.x_dtype = recipe, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        q, scale = quantize_rows(x, recipe == "blockwise")
+        q, scale = quantize_input(x, recipe, emulated)
         given = (q, scale, weight, weight_scale, bias)
         if fits_kernel(q, has_kernel):
             return product_of_few(*given, dtype)

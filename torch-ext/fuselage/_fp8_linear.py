@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import _fp8
-from .quant import GROUP, quantize_rows
+from .quant import GROUP
 
 
 class Fp8Weight(torch.nn.Module):
@@ -89,7 +89,7 @@ class Fp8Weight(torch.nn.Module):
             bias, dtype = self._parameters["bias"], x.dtype
             y, *quantized = _fp8.linear(x, weight, weight_scale, bias, self.fast_accum, dtype)
             return y, quantized
-        quantized = quantize_rows(x, self.recipe == "blockwise")
+        quantized = _fp8.quantize_input(x, self.recipe, self.emulated_because is not None)
         return self.multiply_quantized(*quantized, _fp8.dtype_of_result(x)), quantized
 
     def takes_one_call(self, x: torch.Tensor) -> bool:
