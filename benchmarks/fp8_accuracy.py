@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean, stdev
 
 import torch
 
 from .end_to_end.cli import relative_error
+from .end_to_end.peers import TORCHAO, is_installed, quantised_by_torchao
 from .end_to_end.scenarios import causal_model
 from .roofline import results
 from .roofline.contenders import load_fuselage
@@ -36,7 +36,6 @@ from .roofline.contenders import load_fuselage
 KINDS = ("Llama", "Qwen3", "Gemma3")
 SMALL = "small "  # before a kind's name in the results: alone it is that of the large shape
 RECIPES = {"rowwise": "fp8", "blockwise": "fp8_blockwise"}  # of fuselage, and patch's option
-TORCHAO = "torchao"
 ROWWISE_OF_TORCHAO = "torchao, rowwise"
 OUTLIER_COLUMNS, LARGER_COLUMN = 6, 20.0
 OUTLIER_ROWS, LARGER_ROW = 0.002, 5.0
@@ -83,26 +82,6 @@ def spread_weights(model: torch.nn.Module, seed: int = 0) -> None:
         weight.mul_((rows[:, None] * columns).to(weight))
 
 
-def quantised_by_torchao(model: torch.nn.Module, names: set[str]) -> torch.nn.Module:
-    """In place. On a CPU without its check for GPUs: PyTorch's product is there, too."""
-    from torchao.quantization import (
-        Float8DynamicActivationFloat8WeightConfig,
-        PerRow,
-        quant_api,
-        quantize_,
-    )
-
-    check = quant_api._check_hardware_support
-    if next(model.parameters()).device.type == "cpu":
-        quant_api._check_hardware_support = lambda granularity: None
-    try:
-        config = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
-        quantize_(model, config, filter_fn=lambda module, name: name in names)
-    finally:
-        quant_api._check_hardware_support = check
-    return model
-
-
 class Answers:
     """What a model says to the same inputs."""
 
@@ -131,14 +110,6 @@ class Answers:
         }
 
 
-def has_torchao() -> bool:
-    try:
-        version(TORCHAO)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
 def run_model(
     fuselage, device: str, kind: str, small: bool, options: argparse.Namespace, seed: int = 0
 ) -> dict:
@@ -156,7 +127,7 @@ def run_model(
         names |= {name for name, m in model.named_modules() if isinstance(m, linears)}
         columns[recipe] = Answers(model, options).compared(exact)
         integration.unpatch(model)
-    if has_torchao():
+    if is_installed(TORCHAO):
         quantised = quantised_by_torchao(model, names)
         columns[ROWWISE_OF_TORCHAO] = Answers(quantised, options).compared(exact)
     notes += [f"{options.tokens} tokens", f"{options.prompts} of {options.new_tokens} new tokens"]

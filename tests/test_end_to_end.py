@@ -236,6 +236,33 @@ def test_float8_linears_have_a_limit_of_their_own(main, tmp_path, monkeypatch, c
     assert main(options) == 1 and "FAILED: not timed" in capsys.readouterr().out
 
 
+def test_a_peer_replaces_the_same_linears_and_puts_them_back(main, fuselage, monkeypatch):
+    """torchao stands for itself here: a function that changes weights in place, as it does."""
+    from benchmarks.end_to_end import cli, peers
+    from benchmarks.end_to_end.scenarios import SCENARIOS
+
+    def quantised(model, names):
+        for name in names:
+            linear = model.get_submodule(name)
+            linear.weight = torch.nn.Parameter(linear.weight.detach() * 0, requires_grad=False)
+            linear.extra_repr = lambda: "other"
+
+    monkeypatch.setattr(peers, "quantised_by_torchao", quantised)
+    scenario = SCENARIOS["qwen3-prefill-fp8"]("cpu", True, 1)
+    integration = getattr(fuselage.integrations, scenario.integration)
+    before = {name: id(p) for name, p in scenario.model.named_parameters()}
+    plain = str(scenario.model)
+    (expected,) = scenario.outputs(scenario.model)
+    with cli.state(scenario, integration, "eager + torchao") as call:
+        now = {name: id(p) for name, p in scenario.model.named_parameters()}
+        changed = {name for name in now if now[name] != before[name]}
+        assert len(changed) == 7 and all(".layers." in name for name in changed)
+        assert not torch.equal(scenario.outputs(call)[0], expected)
+    assert {name: id(p) for name, p in scenario.model.named_parameters()} == before
+    assert str(scenario.model) == plain
+    assert torch.equal(scenario.outputs(scenario.model)[0], expected)
+
+
 @pytest.mark.slow
 def test_the_fused_loss_compiled(main, tmp_path):
     path = tmp_path / "results.json"

@@ -15,7 +15,7 @@ def benchmark(fuselage, monkeypatch):
     from benchmarks import fp8_accuracy
 
     monkeypatch.setattr(fp8_accuracy, "load_fuselage", lambda device: fuselage)
-    monkeypatch.setattr(fp8_accuracy, "has_torchao", lambda: False)
+    monkeypatch.setattr(fp8_accuracy, "is_installed", lambda name: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return fp8_accuracy
 
@@ -47,7 +47,7 @@ def test_torchao_quantises_the_same_linears(benchmark, tmp_path, monkeypatch, ca
         assert all(type(model.get_submodule(name)) is torch.nn.Linear for name in names)
         return model
 
-    monkeypatch.setattr(benchmark, "has_torchao", lambda: True)
+    monkeypatch.setattr(benchmark, "is_installed", lambda name: True)
     monkeypatch.setattr(benchmark, "quantised_by_torchao", quantised)
     case = measured(benchmark, tmp_path / "results.json", "--only", "Llama")["small Llama"]
     columns = case["columns"]

@@ -15,7 +15,7 @@ import torch
 
 from ..roofline import results
 from ..roofline.contenders import load_fuselage
-from . import batch, measure
+from . import batch, measure, peers
 from .report import table
 from .scenarios import SCENARIOS, Scenario
 
@@ -60,7 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
     fuselage = load_fuselage(device)
     path = options.output or results.FOLDER / f"end_to_end_{results.slug(device)}.json"
     stored = results.load(path)
-    stored["environment"] = results.environment(device, "transformers", "diffusers", "accelerate")
+    packages = ("transformers", "diffusers", "accelerate", peers.TORCHAO)
+    stored["environment"] = results.environment(device, *packages)
     origin = results.provenance(fuselage)
     failed = False
     for name in options.only or SCENARIOS:
@@ -141,9 +142,10 @@ def run(
         verified &= exact <= EXACT_LIMIT
         print(f"  {EXACT_LAYERS} layers in fp32: by {exact:.1e}; the limit is {EXACT_LIMIT}")
     columns, found = {}, {}
+    besides = (*scenario.variants, *filter(peers.is_installed, scenario.peers))
     if verified:
         for mode in MODES[:1] if options.no_compile else MODES:
-            names = (mode, *(f"{mode} + {variant}" for variant in scenario.variants))
+            names = (mode, *(f"{mode} + {beside}" for beside in besides))
             columns |= timed(scenario, integration, names, options.seconds, device, expected)
         wrong = [
             name
@@ -197,14 +199,27 @@ def break_down(scenario: Scenario, integration, columns: dict[str, dict], device
 def state(scenario: Scenario, integration, name: str) -> Iterator[Callable]:
     """What to call for the column of that name."""
     mode, _, variant = name.partition(" + ")
+    with changed(scenario, integration, variant):
+        compiled = mode == "torch.compile"
+        call, undo = scenario.compiled() if compiled else (scenario.model, measure.nothing)
+        try:
+            yield call
+        finally:
+            undo()
+
+
+@contextmanager
+def changed(scenario: Scenario, integration, variant: str) -> Iterator[None]:
+    """The model patched, or by a peer, or as it is."""
+    if variant in scenario.peers:
+        with scenario.peers[variant](scenario.model, integration):
+            yield
+        return
     if variant:
         integration.patch(scenario.model, **scenario.variants[variant])
-    compiled = mode == "torch.compile"
-    call, undo = scenario.compiled() if compiled else (scenario.model, measure.nothing)
     try:
-        yield call
+        yield
     finally:
-        undo()
         if variant:
             integration.unpatch(scenario.model)
 

@@ -10,6 +10,7 @@ import torch
 
 from .batch import Batches
 from .measure import nothing
+from .peers import TORCHAO, torchao_for_fp8
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Scenario:
         variants: Names of what is patched, and the options of `patch`. Each replaces more than the
             one before.
         rough: Variants that round more than bfloat16 does, as float8: held to a wider limit.
+        peers: Other libraries, where they are installed: contexts of the model and the integration.
         before: What each step needs before it, and what is not timed.
         per_sample: Steps in what the table calls one sample, such as the steps of a denoising.
         batches: What finds the largest batch, for the plain model and the last variant.
@@ -43,6 +45,7 @@ class Scenario:
     batches: Batches | None = None
     variants: dict[str, dict] = field(default_factory=lambda: {"fuselage": {}})
     rough: tuple[str, ...] = ()
+    peers: dict[str, Callable] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -75,10 +78,12 @@ def compiled_blocks(blocks: list[torch.nn.Module], model: torch.nn.Module):
     return compile
 
 
-# What is also timed with float8 linears: fuselage's operators without them, and with them.
+# What is also timed with float8 linears: fuselage's operators without them, and with them; and
+# float8 linears of a peer, with nothing else.
 FLOAT8 = {
     "variants": {"fuselage": {}, "fuselage + fp8": {"linear": "fp8"}},
-    "rough": ("fp8", "fuselage + fp8"),
+    "rough": ("fp8", "fuselage + fp8", TORCHAO),
+    "peers": {TORCHAO: torchao_for_fp8},
 }
 
 BLOCKS_NOTE = "compiled block by block (fullgraph), as all blocks are alike"

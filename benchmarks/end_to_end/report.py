@@ -18,7 +18,7 @@ def replaced_share(columns: dict, name: str) -> float | None:
     total = sum(shares.values())
     if not total:
         return None
-    if name != plain(name):
+    if "fuselage" in name:
         return shares["fuselage"] / total
     beside = columns.get(f"{name} + fuselage")
     return None if beside is None else (shares["other"] - beside["breakdown"]["other"]) / total
@@ -41,8 +41,9 @@ def summary(cases: dict[str, dict]) -> str:
 
 
 def _variants(record: dict) -> set[str]:
-    """What is patched otherwise in some columns: "fp8" of "eager + fuselage + fp8"."""
-    return {name.split(" + ")[2] for name in record["columns"] if name.count(" + ") == 2}
+    """What some columns are beside fuselage: "fuselage + fp8", or the name of a peer."""
+    beside = {name.partition(" + ")[2] for name in record["columns"]}
+    return beside - {"", "fuselage"}
 
 
 def variant_rows(cases: dict[str, dict]) -> str:
@@ -54,13 +55,18 @@ def variant_rows(cases: dict[str, dict]) -> str:
     ]
     for scenario, record in cases.items():
         for variant in sorted(_variants(record)):
-            cells = [f"`{scenario}`", variant]
+            errors: list[float] = []
+            cells = [f"`{scenario}`", variant.removeprefix("fuselage + ")]
             for mode in ("eager", "torch.compile"):
-                column = record["columns"][f"{mode} + fuselage + {variant}"]
+                column = record["columns"].get(f"{mode} + {variant}")
+                if column is None:
+                    cells += ["-", "-"]
+                    continue
+                errors.append(column["error"])
                 times = column["milliseconds"]
                 median = times["median"] * record["per_sample"]
                 cells += [f"{median:.1f}", over(record["columns"], mode, times)]
-            lines.append("| " + " | ".join([*cells, f"{column['error']:.2f}"]) + " |")
+            lines.append("| " + " | ".join([*cells, f"{max(errors):.2f}"]) + " |")
     return "\n".join(lines)
 
 
