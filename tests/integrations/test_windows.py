@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 from integrations.models import (
+    SIZES,
     assert_no_farther,
     build,
     counted_ops,
@@ -366,3 +367,53 @@ def test_eager_generation(fuselage, integration, window, device):
     theirs = plain.generate(ids, **options)
     # Random weights have near ties, which roundings decide.
     assert (ours == theirs).float().mean() > 0.9
+
+
+def with_images(device):
+    """A Gemma 3 as its checkpoints are: the masks are made outside of its language model."""
+    import transformers
+
+    kinds = {"sliding_window": WINDOW, "layer_types": KINDS}
+    text = SIZES | {"num_attention_heads": 4, "head_dim": 16, "pad_token_id": 0} | kinds
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    numbers = {"image_token_index": 500, "boi_token_index": 501, "eoi_token_index": 502}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, **numbers
+    )
+    exact = transformers.Gemma3ForConditionalGeneration(config).to(device).eval()
+    randomise(exact)
+    return exact, half_of(exact)
+
+
+@pytest.mark.parametrize("mode", ["compiled", "eager", "image", "compiled image"])
+def test_a_model_of_text_and_images(fuselage, integration, window, device, mode):
+    """Text alone has windows. An image is seen from both sides: it has a mask."""
+    exact, plain = with_images(device)
+    patched = copy.deepcopy(plain)
+    integration.patch(patched)
+    ids = torch.randint(0, 400, (8, COLUMNS), device=device)
+    inputs = {"use_cache": False}
+    if "image" in mode:
+        ids[:, 3:7] = 500
+        inputs["token_type_ids"] = (ids == 500).long()
+        inputs["pixel_values"] = torch.randn(8, 3, 28, 28, device=device)
+    run = patched
+    if "compiled" in mode:
+        torch._dynamo.reset()
+        run = torch.compile(patched, backend="aot_eager")
+    results = []
+    for model, dtype in ((plain, torch.bfloat16), (exact, torch.float32)):
+        own = {k: v.to(dtype) if v.is_floating_point() else v for k, v in tensors(inputs)}
+        with torch.no_grad():
+            results.append(model(input_ids=ids, **(inputs | own)).logits)
+    own = {k: v.bfloat16() if v.is_floating_point() else v for k, v in tensors(inputs)}
+    with torch.no_grad():
+        called, ours = counted(fuselage, partial(logits_of, run, ids, inputs | own))
+    assert_no_farther(*(lambda _, r=r: r for r in (ours, *results)), seeds=1)
+    assert called == (0 if "image" in mode else 1)
+    assert patched.config.text_config._attn_implementation == "sdpa"
+
+
+def tensors(inputs):
+    return [(k, v) for k, v in inputs.items() if isinstance(v, torch.Tensor)]

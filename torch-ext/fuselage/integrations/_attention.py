@@ -57,6 +57,7 @@ _KNOWN = {
     "output_hidden_states",
     "output_router_logits",
     "return_dict",
+    "labels",
     "num_items_in_batch",
 }
 
@@ -69,33 +70,51 @@ def recognise_masks(module: torch.nn.Module) -> Found:
     config = getattr(module, "config", None)
     if masking is None or not hasattr(config, "_attn_implementation"):
         return None
-    if getattr(config, "sub_configs", None):  # which would get the implementation as well
+    child = _text_model(module)
+    # Other parts of a model would get the implementation as well.
+    if child is None and getattr(config, "sub_configs", None):
         return None
     # Of a body that is no model, its configuration says whether its attention can be told.
     if not getattr(module, "_supports_sdpa", config._attn_implementation == "sdpa"):
         return None
-    calls = _causal_calls(module, masking)
+    calls = _causal_calls(module, masking, child)
     windows = [call for call in calls if call.get("local_size") is not None]
     if windows and all(_window.is_window(c["mask_function"], c["local_size"]) for c in windows):
         name = _WINDOWS
     elif calls:
         name = _CAUSAL
-    elif _looks_both_ways(type(module), masking):
+    elif child is None and _looks_both_ways(type(module), masking):
         name = _UNMASKED
     else:
         return None
     _register(masking)
-    forward = _forward(type(module), innermost(module), name)
+    forward = _forward(type(module), innermost(module), name, child)
     return Match(replacement(forward), forward)
 
 
-def _causal_calls(module: torch.nn.Module, masking: ModuleType) -> list[dict]:
+def _text_model(module: torch.nn.Module) -> Optional[str]:
+    """The name of the language model in one of several parts, as text and images. The masks may be
+    those that the whole makes, as Gemma 3 does.
+    """
+    if not getattr(module.config, "sub_configs", None):
+        return None
+    text = module.config.get_text_config()
+    names = (n for n, child in module.named_children() if getattr(child, "config", None) is text)
+    return None if text is module.config else next(names, None)
+
+
+def _layers(module: torch.nn.Module, child: Optional[str]) -> list[torch.nn.ModuleList]:
+    children = (module if child is None else module._modules[child])._modules.values()
+    return [each for each in children if isinstance(each, torch.nn.ModuleList)]
+
+
+def _causal_calls(module: torch.nn.Module, masking: ModuleType, child: Optional[str]) -> list[dict]:
     """What it asks of mask functions, if it holds the layers of a causal language model."""
     if not inspect.signature(type(module).forward).parameters.keys() >= _ASKED_OF:
         return []
-    if not any(isinstance(child, torch.nn.ModuleList) for child in module.children()):
+    if not _layers(module, child):
         return []
-    calls = _mask_calls(module, masking)
+    calls = _mask_calls(module, masking, child)
     return calls if all(_may_be_skipped(call) for call in calls) else []
 
 
@@ -113,14 +132,24 @@ def _looks_both_ways(kind: type, masking: ModuleType) -> bool:
     )
 
 
-def _mask_calls(module: torch.nn.Module, masking: ModuleType) -> list[dict]:
+class _MasksAreMade(Exception):
+    """A language model is called with them."""
+
+
+def _no_further(*args, **kwargs) -> None:
+    raise _MasksAreMade
+
+
+def _mask_calls(
+    module: torch.nn.Module, masking: ModuleType, text_model: Optional[str]
+) -> list[dict]:
     """What the model asks of mask functions in eager mode, for a few tokens and nothing else."""
     calls: list[dict] = []
     masking.AttentionMaskInterface.register(_RECORDED, lambda **kwargs: calls.append(kwargs))
     children = {
         name: torch.nn.ModuleList()
         if isinstance(child, torch.nn.ModuleList)
-        else _probe.Stub(_same_tokens)
+        else _probe.Stub(_no_further if name == text_model else _same_tokens)
         for name, child in module.named_children()
     }
     config = copy.deepcopy(module.config)
@@ -130,7 +159,7 @@ def _mask_calls(module: torch.nn.Module, masking: ModuleType) -> list[dict]:
         for use_cache in (False, True):
             forward = partial(type(module).forward, plain, use_cache=use_cache)
             result = _probe.call(partial(forward, inputs_embeds=_probe.random(2, 4, 8)))
-            if isinstance(result, Exception):
+            if isinstance(result, Exception) and not isinstance(result, _MasksAreMade):
                 return []
     return calls
 
@@ -205,7 +234,7 @@ def _mask_function(sdpa: Callable, name: str) -> Callable:
     def mask(**kwargs) -> Optional[torch.Tensor]:
         queries, keys = kwargs["q_length"], kwargs["kv_length"]
         window = kwargs.get("local_size")
-        if kwargs.get("attention_mask") is not None:
+        if kwargs.get("attention_mask") is not None or kwargs.get("use_vmap"):
             return sdpa(**kwargs)
         if window is not None and keys >= window:
             if name == _WINDOWS and _has_kernel(kwargs):
@@ -233,7 +262,7 @@ def _eager_mask_function(sdpa: Callable) -> Callable:
     def mask(**kwargs) -> Optional[torch.Tensor]:
         made, given = sdpa(**kwargs), kwargs.get("attention_mask")
         window = kwargs.get("local_size")
-        if made is None or window is None or not kwargs.get("allow_is_causal_skip"):
+        if made is None or window is None or not _may_be_skipped(kwargs):
             return made
         if _has_kernel(kwargs) and (given is None or bool(given.all())):
             _window.mark(made, window)
@@ -250,7 +279,7 @@ def _has_kernel(mask: dict) -> bool:
     return whole and offset == 0 and _window.has_kernel(device, dtype)
 
 
-def _is_eager(model: torch.nn.Module) -> bool:
+def _is_eager(model: torch.nn.Module, child: Optional[str]) -> bool:
     """Whether the model is called as it is, and none of its layers a second time in the backward:
     the configuration has its own implementation again by then.
     """
@@ -258,8 +287,7 @@ def _is_eager(model: torch.nn.Module) -> bool:
         return False
     if not torch.is_grad_enabled():
         return True
-    lists = (m for m in model._modules.values() if isinstance(m, torch.nn.ModuleList))
-    layers = [layer for each in lists for layer in each._modules.values()]
+    layers = [layer for each in _layers(model, child) for layer in each._modules.values()]
     parts = [*layers, *(part for layer in layers for part in layer._modules.values())]
     return not any(
         vars(part).get("gradient_checkpointing") or type(part).__name__ == "CheckpointWrapper"
@@ -269,21 +297,25 @@ def _is_eager(model: torch.nn.Module) -> bool:
 
 
 @cache
-def _forward(kind: type, own: Optional[Callable], name: str) -> Callable:
-    """The forward of the class, or `own`, another one of ours, traced with an implementation."""
+def _forward(
+    kind: type, own: Optional[Callable], name: str, child: Optional[str] = None
+) -> Callable:
+    """The forward of the class, or `own`, another one of ours, with an implementation: that of its
+    configuration, or of a child's.
+    """
     signature = inspect.signature(kind.forward)
     names = tuple(signature.parameters)[1:]
 
     def forward(self, *args, **kwargs):
         inner = own or type(self).forward
-        config = self.config
+        config = (self if child is None else self._modules[child]).config
         if config._attn_implementation != "sdpa":
             return inner(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             given = {k for k, v in (*zip(names, args), *kwargs.items()) if v is not None}
             known = _KNOWN | {"position_ids"} if "past_key_values" in given else _KNOWN
             config._attn_implementation = name if given <= known else _UNMASKED
-        elif name == _WINDOWS and _is_eager(self):
+        elif name == _WINDOWS and _is_eager(self, child):
             config._attn_implementation = _MARKED
         else:
             return inner(self, *args, **kwargs)
