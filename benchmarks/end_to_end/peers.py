@@ -32,7 +32,7 @@ def quantised_by_torchao(model: torch.nn.Module, names: set[str]) -> torch.nn.Mo
     if next(model.parameters()).device.type == "cpu":
         quant_api._check_hardware_support = lambda granularity: None
     try:
-        # NOTE: its options of the compiler, which tune for minutes, would stay for what comes after.
+        # NOTE: its options of the compiler, which tune for minutes, would stay for what follows.
         config = Float8DynamicActivationFloat8WeightConfig(
             granularity=PerRow(), set_inductor_config=False
         )
