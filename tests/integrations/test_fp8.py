@@ -333,3 +333,21 @@ def test_diffusers(fuselage, name):
         found = model.state_dict()
         assert all(torch.equal(found[n], t) for n, t in state.items()) and len(found) == len(state)
         assert torch.equal(model(**inputs)[0], expected)
+
+
+@pytest.mark.parametrize("kind", ["transformers", "diffusers"])
+def test_which_compiled_models_fuse_the_quantisation(fuselage, kind):
+    """Those of transformers, for which it was measured to be faster; copies and casts do, too."""
+    if kind == "transformers":
+        model = build("Llama")
+    else:
+        pytest.importorskip("diffusers")
+        from integrations import test_diffusers
+
+        model, _ = test_diffusers.flux()
+    getattr(fuselage.integrations, kind).patch(model, linear="fp8")
+    for each in (model, copy.deepcopy(model), copy.deepcopy(model).to(torch.bfloat16)):
+        found = [m for m in each.modules() if isinstance(m, fuselage.modules.Fp8Linear)]
+        assert found and all(m.fuses_quantization == (kind == "transformers") for m in found)
+        assert not any(m.quantizes_in_graph for m in found)  # no compiler quantises for a CPU
+    assert fuselage.modules.Fp8Linear.from_linear(nn.Linear(32, 16)).fuses_quantization

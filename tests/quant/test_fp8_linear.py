@@ -229,12 +229,25 @@ def test_autocast(fuselage, device, recipe):
 
 
 @pytest.mark.slow
-@each_recipe
+@pytest.mark.parametrize(
+    ("recipe", "in_graph"), [("rowwise", False), ("rowwise", True), ("blockwise", False)]
+)
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_compiled(fuselage, device, recipe, requires_grad):
+def test_compiled(fuselage, device, recipe, requires_grad, in_graph):
+    """With PyTorch's operations in place of an op, of rows, the bits are the same."""
     torch._dynamo.reset()
     _, module = made(fuselage, recipe=recipe, device=device)
-    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    module.quantizes_in_graph = in_graph
+    seen = []
+
+    def backend(graph, inputs):
+        from torch._dynamo.backends.debugging import aot_eager
+
+        parts = (part for part in graph.modules() if isinstance(part, torch.fx.GraphModule))
+        seen.extend(str(node.target) for part in parts for node in part.graph.nodes)
+        return aot_eager(graph, inputs)
+
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=backend)
     for rows in (4, 7, 30):
         x = normal((rows, 256), HALF, device).requires_grad_(requires_grad)
         y = compiled(x)
@@ -242,6 +255,7 @@ def test_compiled(fuselage, device, recipe, requires_grad):
         if requires_grad:
             (ours,) = torch.autograd.grad(y.sum(), x)
             assert ours.shape == x.shape
+    assert any("quant_fp8" in name for name in seen) != in_graph
 
 
 @each_dtype

@@ -11,6 +11,8 @@ from .quant import GROUP
 class Fp8Weight(torch.nn.Module):
     """Float8 and scales that no cast changes, and a bias; and products with them."""
 
+    fuses_quantization = True  # compiled; see `_fp8.quantize_in_graph`
+
     def __init__(self, in_features, out_features, recipe, fast_accum, device, dtype):
         super().__init__()
         if recipe not in _fp8.RECIPES:
@@ -75,6 +77,7 @@ class Fp8Weight(torch.nn.Module):
             self.recipe == "rowwise" and device.type == "cuda" and self.emulated_because is None
         )
         self.has_kernel = _fp8.has_kernel(device, *sizes)
+        self.quantizes_in_graph = self.has_scaled_mm and self.fuses_quantization
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """The product with a tensor of the right columns, without gradients."""
@@ -89,7 +92,7 @@ class Fp8Weight(torch.nn.Module):
             bias, dtype = self._parameters["bias"], x.dtype
             y, *quantized = _fp8.linear(x, weight, weight_scale, bias, self.fast_accum, dtype)
             return y, quantized
-        quantized = _fp8.quantize_input(x, self.recipe, self.emulated_because is not None)
+        quantized = _fp8.quantize_input(x, self.recipe, self.quantizes_in_graph)
         return self.multiply_quantized(*quantized, _fp8.dtype_of_result(x)), quantized
 
     def takes_one_call(self, x: torch.Tensor) -> bool:

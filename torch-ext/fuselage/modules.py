@@ -639,7 +639,7 @@ class Fp8Linear(Fp8Weight):
             _fp8.check_columns(x, self.in_features)
             if torch.is_grad_enabled() and some_need_grad(x, self.bias):
                 given = self._given(_fp8.dtype_of_result(x))
-                return _fp8.Product.apply(x, *given, self.has_kernel)
+                return _fp8.Product.apply(x, *given, self.has_kernel, self.quantizes_in_graph)
             return self.multiply(x)
         q, scale = x
         _fp8.check_quantized(q, scale, self.in_features, self.recipe)

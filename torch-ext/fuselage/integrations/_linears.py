@@ -77,9 +77,11 @@ class PatchedLinear(Fp8Linear):
 
     @classmethod
     @torch.no_grad()
-    def of(cls, linear: nn.Linear, recipe: str) -> PatchedLinear:
+    def of(cls, linear: nn.Linear, recipe: str, fuses_quantization: bool) -> PatchedLinear:
         made = cls.from_linear(linear, recipe=recipe)
         vars(made)["fuselage_original"] = linear
+        made.fuses_quantization = fuses_quantization
+        made.choose_product()
         return made
 
     def original(self) -> nn.Linear:
@@ -116,9 +118,18 @@ class PatchedLinear(Fp8Linear):
 
 
 def replace_linears(
-    model: nn.Module, linear: Optional[str], keep: Iterable[str], report: Report, prefix: str = ""
+    model: nn.Module,
+    linear: Optional[str],
+    keep: Iterable[str],
+    report: Report,
+    prefix: str = "",
+    *,
+    fuses_quantization: bool,
 ) -> None:
-    """Replaces the linears of blocks, and says in the report which, and why others stay."""
+    """Replaces the linears of blocks, and says in the report which, and why others stay.
+
+    `fuses_quantization`: the compiler quantises what they take, where it fuses that.
+    """
     if linear is None:
         return
     why = why_none(model)
@@ -138,7 +149,7 @@ def replace_linears(
             if reason is not None:
                 report.left_alone.setdefault(prefix + name, reason)
                 continue
-            made[id(child)] = PatchedLinear.of(child, RECIPES[linear])
+            made[id(child)] = PatchedLinear.of(child, RECIPES[linear], fuses_quantization)
         parent._modules[child_name] = made[id(child)]
         report.replaced[prefix + name] = _described(made[id(child)])
 

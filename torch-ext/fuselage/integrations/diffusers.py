@@ -67,7 +67,7 @@ def patch(pipe: object, *, linear: Optional[str] = None, keep: Sequence[str] = (
     report = Report()
     for name, model in _models(pipe):
         patch_modules(model, PARTS, BLOCKS, report=report, prefix=name)
-        replace_linears(model, linear, keep, report, name)
+        replace_linears(model, linear, keep, report, name, fuses_quantization=False)
     return report
 
 

@@ -219,7 +219,7 @@ def patch(
     check_option(linear)
     blocks = (*BLOCKS, recognise_causal_loss) if loss else BLOCKS
     report = patch_modules(model, PARTS, blocks, bodies=BODIES)
-    replace_linears(model, linear, keep, report)
+    replace_linears(model, linear, keep, report, fuses_quantization=True)
     return report
 
 
