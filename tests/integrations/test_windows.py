@@ -202,10 +202,11 @@ def test_what_is_given_needs_a_mask(integration, window, given):
     assert seen == ["mask"] * 2
 
 
+@pytest.mark.parametrize("prompt", [COLUMNS, WINDOW - 4])
 @pytest.mark.parametrize("cache", ["DynamicCache", "StaticCache"])
 @pytest.mark.slow
-def test_caches(integration, window, device, cache):
-    """A prompt that is longer than the window, and what comes after it."""
+def test_caches(integration, window, device, cache, prompt):
+    """A prompt that is longer than the window, or shorter, and what comes after it."""
     import transformers
 
     exact, plain, patched = models(integration, "Gemma3", device)
@@ -213,8 +214,8 @@ def test_caches(integration, window, device, cache):
     options = {"max_cache_len": 2 * COLUMNS} if cache == "StaticCache" else {}
     make = getattr(transformers, cache)
     caches = [make(config=plain.config, **options) for _ in range(3)]
-    ids = tokens(16, COLUMNS + 6, device)
-    parts = ids.split([COLUMNS, 1, 1, 4], 1)
+    ids = tokens(16, prompt + 6, device)
+    parts = ids.split([prompt, 1, 1, 4], 1)
     results = []
     for model, cache_of in zip((run, plain, exact), caches):
         with torch.no_grad():
@@ -222,7 +223,8 @@ def test_caches(integration, window, device, cache):
             results.append(torch.cat([each.logits for each in made], 1))
     assert_no_farther(*(lambda _, r=r: r for r in results), seeds=1)
     if cache == "DynamicCache":
-        assert seen[:2] == [WINDOW, None] and WINDOW not in seen[2:]
+        assert seen[:2] == [WINDOW if prompt == COLUMNS else None, None]
+        assert WINDOW not in seen[2:]
 
 
 @pytest.mark.parametrize("change", ["dim", "dropout", "float32"])
@@ -367,6 +369,40 @@ def test_eager_generation(fuselage, integration, window, device):
     theirs = plain.generate(ids, **options)
     # Random weights have near ties, which roundings decide.
     assert (ours == theirs).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("name", ["causal", "windows", "unmasked"])
+def test_a_mask_with_something_laid_over_it_is_made(integration, window, name):
+    """Also where it is known that nothing is packed. Such masks are made by vmap."""
+    from transformers import masking_utils as masking
+
+    integration.patch(build("Mistral", sliding_window=WINDOW))
+    functions = masking.ALL_MASK_ATTENTION_FUNCTIONS
+    function = functions[f"{integration.__name__.rpartition('.')[0]}._attention.{name}"]
+    overlaid = masking.or_masks(
+        masking.causal_mask_function, lambda batch, head, q, k: (q < 3) & (k < 3)
+    )
+    options = {"batch_size": 1, "q_length": 6, "kv_length": 6, "q_offset": 0, "kv_offset": 0}
+    options |= {"mask_function": overlaid, "use_vmap": True, "allow_is_causal_skip": False}
+    made = function(**options, device="cpu", dtype=torch.bfloat16)
+    assert made is not None and made[0, 0, 0, 2] and not made[0, 0, 0, 3]
+
+
+def test_another_formula_has_no_kernel(integration, window):
+    """What transformers refuses for its own attention, it refuses with a window, too."""
+    from transformers import AttentionInterface
+
+    _, _, patched = models(integration, "Mistral")
+    name = f"{integration.__name__.rpartition('.')[0]}._attention.marked"
+    q, k, v = (torch.randn(1, heads, COLUMNS, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    mask = window.mask_of(WINDOW, COLUMNS, torch.device("cpu"))
+    window.mark(mask, WINDOW)
+    given = (patched.model.layers[0].self_attn, q, k, v, mask)
+    out, _ = AttentionInterface()[name](*given)
+    expected, _ = AttentionInterface()["sdpa"](*given)
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+    with pytest.raises(ValueError, match="softcap"):
+        AttentionInterface()[name](*given, softcap=5.0)
 
 
 def with_images(device):
