@@ -398,9 +398,14 @@ def test_another_formula_has_no_kernel(integration, window):
     mask = window.mask_of(WINDOW, COLUMNS, torch.device("cpu"))
     window.mark(mask, WINDOW)
     given = (patched.model.layers[0].self_attn, q, k, v, mask)
-    out, _ = AttentionInterface()[name](*given)
-    expected, _ = AttentionInterface()["sdpa"](*given)
+    out, _ = AttentionInterface()[name](*given, scaling=0.25)
+    expected, _ = AttentionInterface()["sdpa"](*given, scaling=0.25)
     torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+
+    class Other(torch.Tensor):
+        """As DTensors are, for which PyTorch may have no rule."""
+
+    assert window.takes(q, k, v, 0.0) and not window.takes(q.as_subclass(Other), k, v, 0.0)
     with pytest.raises(ValueError, match="softcap"):
         AttentionInterface()[name](*given, softcap=5.0)
 

@@ -92,10 +92,13 @@ def _max_dim(device: torch.device) -> int:
 
 
 def takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
-    """Whether the kernel takes these heads; `has_kernel` has been asked."""
+    """Whether the kernel takes these heads; `has_kernel` has been asked. DTensors have no rule for
+    it.
+    """
     dim = query.shape[-1]
     return (
         dropout == 0.0
+        and all(type(x) is torch.Tensor for x in (query, key, value))
         and key.shape[-1] == dim == value.shape[-1]
         and dim % 8 == 0
         and dim <= _max_dim(query.device)
