@@ -85,7 +85,7 @@ def window(integration, device, monkeypatch):
     library._destroy()
 
 
-def compiled(model):
+def compiled(model, dynamic=None):
     """The model compiled whole, and of each attention in its graphs its window; None of none, and
     "mask" with a mask."""
     seen: list = []
@@ -101,7 +101,7 @@ def compiled(model):
         return graph.forward
 
     torch._dynamo.reset()
-    return torch.compile(model, fullgraph=True, backend=backend), seen
+    return torch.compile(model, fullgraph=True, dynamic=dynamic, backend=backend), seen
 
 
 def models(integration, name, device="cpu", **options):
@@ -160,6 +160,18 @@ def test_sizes_about_the_window(integration, window, device, columns):
         results = [m(input_ids=ids, use_cache=False).logits for m in (run, plain, exact)]
     assert_no_farther(*(lambda _, r=r: r for r in results), seeds=1)
     assert seen == [WINDOW if columns >= WINDOW else None] * 2
+
+
+def test_sizes_may_change(integration, window, device):
+    """One graph serves all lengths that are longer than the window."""
+    exact, plain, patched = models(integration, "Mistral", device)
+    run, seen = compiled(patched, dynamic=True)
+    for shape in ((2, COLUMNS), (3, WINDOW + 5), (5, 3 * WINDOW), (4, WINDOW - 2)):
+        ids = tokens(*shape, device)
+        with torch.no_grad():
+            results = [m(input_ids=ids, use_cache=False).logits for m in (run, plain, exact)]
+        assert_no_farther(*(lambda _, r=r: r for r in results), seeds=1)
+    assert seen == [WINDOW] * 2 + [None] * 2
 
 
 def test_a_window_is_seen_by_its_function(integration, device):
