@@ -278,6 +278,17 @@ def test_a_layer_over_the_mask(integration, window):
     assert WINDOW not in seen
 
 
+def test_nothing_is_read_of_a_mask_without_values(integration, window):
+    """FakeTensors have none, and a capture would end."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    attention = sys.modules[f"{integration.__name__.rpartition('.')[0]}._attention"]
+    ones = torch.ones(2, 3)
+    assert attention._is_of_ones(ones) and not attention._is_of_ones(ones.tril())
+    with FakeTensorMode() as mode:
+        assert not attention._is_of_ones(mode.from_tensor(ones))
+
+
 FLASH = "_flash_attention_forward"
 
 

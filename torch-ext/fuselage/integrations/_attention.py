@@ -264,11 +264,20 @@ def _eager_mask_function(sdpa: Callable) -> Callable:
         window = kwargs.get("local_size")
         if made is None or window is None or not _may_be_skipped(kwargs):
             return made
-        if _has_kernel(kwargs) and (given is None or bool(given.all())):
+        if _has_kernel(kwargs) and (given is None or _is_of_ones(given)):
             _window.mark(made, window)
         return made
 
     return mask
+
+
+def _is_of_ones(given: torch.Tensor) -> bool:
+    """Whether it is known to be: nothing may be read in a capture, nor of FakeTensors."""
+    if type(given) is not torch.Tensor:
+        return False
+    if given.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return bool(given.all())
 
 
 def _has_kernel(mask: dict) -> bool:
