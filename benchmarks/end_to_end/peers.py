@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
+
+from ..roofline.results import version_of
 
 TORCHAO = "torchao"
 
 
 def is_installed(name: str) -> bool:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True
+    return version_of(name) is not None
 
 
 def quantised_by_torchao(model: torch.nn.Module, names: set[str]) -> torch.nn.Module:

@@ -54,11 +54,16 @@ def environment(device: str, *more_packages: str) -> dict:
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
         found["memory_gib"] = round(torch.cuda.get_device_properties().total_memory / 2**30)
     for package in ("triton", "kernels", "liger-kernel", "quack-kernels", *more_packages):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
+        found[package] = version_of(package)
     return found
+
+
+def version_of(package: str) -> str | None:
+    """None of one that is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def provenance(fuselage: ModuleType) -> dict:

@@ -361,7 +361,7 @@ def test_an_overlay_stays(fuselage, old_torch):
     plain, _ = zoo.make("encoder", "bert")
     body = Body(plain.config)
     attention = importlib.import_module(f"{fuselage.__name__}.integrations._attention")
-    function = attention._forward(Body, None, attention._UNMASKED)
+    function = attention._forward(Body, None, attention._UNMASKED, None)
     attention._register(masking)
     x = torch.randn(2, 6, 32)
 

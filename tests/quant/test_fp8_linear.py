@@ -233,11 +233,11 @@ def test_autocast(fuselage, device, recipe):
     ("recipe", "in_graph"), [("rowwise", False), ("rowwise", True), ("blockwise", False)]
 )
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_compiled(fuselage, device, recipe, requires_grad, in_graph):
+def test_compiled(fuselage, device, monkeypatch, recipe, requires_grad, in_graph):
     """With PyTorch's operations in place of an op, of rows, the bits are the same."""
     torch._dynamo.reset()
     _, module = made(fuselage, recipe=recipe, device=device)
-    module.quantizes_in_graph = in_graph
+    monkeypatch.setattr(type(module), "quantizes_in_graph", in_graph)
     seen = []
 
     def backend(graph, inputs):

@@ -77,7 +77,10 @@ class Fp8Weight(torch.nn.Module):
             self.recipe == "rowwise" and device.type == "cuda" and self.emulated_because is None
         )
         self.has_kernel = _fp8.has_kernel(device, *sizes)
-        self.quantizes_in_graph = self.has_scaled_mm and self.fuses_quantization
+
+    @property
+    def quantizes_in_graph(self) -> bool:
+        return self.has_scaled_mm and self.fuses_quantization
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """The product with a tensor of the right columns, without gradients."""

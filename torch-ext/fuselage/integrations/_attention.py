@@ -306,9 +306,7 @@ def _is_eager(model: torch.nn.Module, child: Optional[str]) -> bool:
 
 
 @cache
-def _forward(
-    kind: type, own: Optional[Callable], name: str, child: Optional[str] = None
-) -> Callable:
+def _forward(kind: type, own: Optional[Callable], name: str, child: Optional[str]) -> Callable:
     """The forward of the class, or `own`, another one of ours, with an implementation: that of its
     configuration, or of a child's.
     """

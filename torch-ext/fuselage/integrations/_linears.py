@@ -81,7 +81,6 @@ class PatchedLinear(Fp8Linear):
         made = cls.from_linear(linear, recipe=recipe)
         vars(made)["fuselage_original"] = linear
         made.fuses_quantization = fuses_quantization
-        made.choose_product()
         return made
 
     def original(self) -> nn.Linear:

@@ -13,6 +13,7 @@ from typing import Optional
 import torch
 
 _MARK = "fuselage_window"
+_HALF = (torch.float16, torch.bfloat16)
 
 _flash = torch.ops.aten._flash_attention_forward.default
 
@@ -43,7 +44,12 @@ def mark(mask: torch.Tensor, window: int) -> None:
 
 def mask_of(window: int, tokens: int, device: torch.device) -> torch.Tensor:
     positions = torch.arange(tokens, device=device)
-    back = positions[:, None] - positions
+    return _is_inside(positions, positions, window)
+
+
+def _is_inside(queries: torch.Tensor, keys: torch.Tensor, window: int) -> torch.Tensor:
+    """The mask of these positions, `[1, 1, queries, keys]`."""
+    back = queries[:, None] - keys
     return ((back >= 0) & (back < window))[None, None]
 
 
@@ -58,8 +64,7 @@ def is_window(mask_function, window: int) -> bool:
         made = mask_function(zero, zero, queries[None, None, :, None], keys[None, None, None])
     except Exception:  # whatever a model lays over its mask
         return False
-    expected = (queries[:, None] >= keys) & (queries[:, None] - keys < window)
-    return torch.equal(made.expand(1, 1, len(queries), tokens), expected[None, None])
+    return torch.equal(made.expand(1, 1, len(queries), tokens), _is_inside(queries, keys, window))
 
 
 # NOTE: models are traced through both, and Dynamo does not look into what they ask.
@@ -67,7 +72,7 @@ def is_window(mask_function, window: int) -> bool:
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return (
         device.type == "cuda"
-        and dtype in (torch.float16, torch.bfloat16)
+        and dtype in _HALF
         and _is_built()
         and torch.backends.cuda.flash_sdp_enabled()
         and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -103,7 +108,7 @@ def takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: 
         and dim % 8 == 0
         and dim <= _max_dim(query.device)
         and query.dtype == key.dtype == value.dtype
-        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.dtype in _HALF
     )
 
 
