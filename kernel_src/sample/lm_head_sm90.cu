@@ -87,7 +87,8 @@ __global__ void __launch_bounds__(threads_of(kColumns, kFloat8), 1)
     block.init_barriers();
     if (block.stages % 1024 != 0) __trap();  // the swizzle goes by address
   }
-  block.init_columns(p);
+  const Share share = Share::of<Own>(p, rank);
+  block.init_columns(p, share);
   __syncthreads();
   if (kCluster > 1) cluster_sync();
 
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kFloat8), 1)
     setmaxnreg_dec<Own::kRegisters.others>();
     const int thread = threadIdx.x - 32 * (Own::kConsumerWarps + 1);  // of the bounds warps
     if (warp == Own::kConsumerWarps && lane == 0) {
-      produce(p, block, TensorMaps{weight_more, weight_less, hidden_tile}, rank);
+      produce(p, block, TensorMaps{weight_more, weight_less, hidden_tile}, share, rank);
     }
     if (warp > Own::kConsumerWarps && p.out.strips.maxima != nullptr) {
       run_strips_warps(p, block, thread);
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kFloat8), 1)
     if (warp > Own::kConsumerWarps && p.out.logits == nullptr) run_bounds_warps(p, block, thread);
   } else {
     setmaxnreg_inc<Own::kRegisters.consumer>();
-    consume(p, block, warp, lane);
+    consume(p, block, share, warp, lane);
   }
   __syncthreads();
   if (p.out.logits == nullptr) {
@@ -197,8 +198,20 @@ int64_t hidden_tiles_bytes(const LmHead& head, int columns) {
   return is_float8(head) ? (ceil_div(head.dim, kFloat8Depth) * kFloat8Depth * 2 + 4) * columns : 0;
 }
 
-int blocks_for(const DeviceInfo& device, int64_t units, int cluster) {
-  const int64_t clusters = std::min<int64_t>(std::max(device.multiprocessors / cluster, 1),
+// The groups of columns of a launch for so many rows of the batch. With one, 256 rows read the
+// weight from memory each time, and wait for it: of 3072 rows of 4096 and 151936 of bfloat16 each
+// 256 took 554 us on an H100, 471 with two groups and 472 with three; by cuBLAS 256 rows take 590,
+// 512 rows twice 493. Draws, strips and float8 are made for one.
+int groups_for(const HeadDraw& p, int64_t rows, bool float8) {
+  constexpr int kMostGroups = 2, kColumns = 256;
+  if (p.out.logits == nullptr || p.out.strips.maxima != nullptr || float8) return 1;
+  // A last group of few rows is for a launch with fewer columns.
+  return rows > kColumns + 128 ? kMostGroups : 1;
+}
+
+// Of a group.
+int blocks_for(const DeviceInfo& device, int64_t units, int cluster, int groups) {
+  const int64_t clusters = std::min<int64_t>(std::max(device.multiprocessors / cluster / groups, 1),
                                              std::max<int64_t>(ceil_div(units, cluster), 1));
   return static_cast<int>(clusters) * cluster;
 }
@@ -319,11 +332,13 @@ const char* for_each_launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles,
   p.softcap = head.softcap;
   const int most = max_columns(p.num_samples);
   const bool float8 = is_float8(head);
-  for (int64_t start = 0; start < head.batch; start += most) {
+  for (int64_t start = 0; start < head.batch; start += p.batch) {
+    const int64_t rows = head.batch - start;
+    p.groups = groups_for(p, rows, float8);
     p.batch_start = static_cast<int>(start);
-    p.batch = static_cast<int>(std::min<int64_t>(head.batch - start, most));
+    p.batch = static_cast<int>(std::min<int64_t>(rows, int64_t{most} * p.groups));
     const int columns = columns_of(p.batch, float8);
-    const int blocks = blocks_for(info, p.units, cluster_of(columns, float8));
+    const int blocks = blocks_for(info, p.units, cluster_of(columns, float8), p.groups);
     const int depth = depth_of(columns, float8);
     // NOTE: float8: as many zeros are added for any batch.
     p.steps = static_cast<int>(float8 ? ceil_div(head.dim, kFloat8Depth) * (kFloat8Depth / depth)
@@ -331,9 +346,10 @@ const char* for_each_launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles,
     p.tiles = static_cast<int>(
                   ceil_div(p.units, int64_t{blocks} * (tile_rows(columns, float8) / kUnitRows))) *
               blocks;
-    const char* error = float8 ? launch_type<true>(columns, head, p, hidden_tiles, blocks, stream)
-                               : launch_type<false>(columns, head, p, hidden_tiles, blocks, stream);
-    if (error == nullptr) error = after(p, columns, blocks);
+    const int all = blocks * p.groups;
+    const char* error = float8 ? launch_type<true>(columns, head, p, hidden_tiles, all, stream)
+                               : launch_type<false>(columns, head, p, hidden_tiles, all, stream);
+    if (error == nullptr) error = after(p, columns, all);
     if (error != nullptr) return error;
   }
   return nullptr;

@@ -240,14 +240,15 @@ struct Epilogue {
     ++iteration;
   }
 
-  __device__ __forceinline__ void write(const float (&logits)[kColumns / 2], int row, int units) {
+  __device__ __forceinline__ void write(const float (&logits)[kColumns / 2], int first_column,
+                                        int row, int units) {
     const bool has_strips = p.out.strips.maxima != nullptr;
     if (has_strips)
       mbarrier_wait_parity(block.bounds_full + 8 * (iteration & 1), (iteration >> 1 & 1) ^ 1);
     if (warp < units && p.softcap == 0.0f) {
-      write_logits<false>(p, block.columns, logits, own_bounds(), row, lane);
+      write_logits<false>(p, block.columns, logits, own_bounds(), first_column, row, lane);
     } else if (warp < units) {
-      write_logits<true>(p, block.columns, logits, own_bounds(), row, lane);
+      write_logits<true>(p, block.columns, logits, own_bounds(), first_column, row, lane);
     }
     __syncwarp();
     if (has_strips && lane == 0) mbarrier_arrive(block.bounds_empty + 8 * (iteration & 1));
@@ -286,13 +287,13 @@ struct Epilogue {
 };
 
 template <typename Traits>
-__device__ __forceinline__ void consume(const HeadDraw& p, const Block<Traits>& block, int warp,
-                                        int lane) {
+__device__ __forceinline__ void consume(const HeadDraw& p, const Block<Traits>& block,
+                                        const Share& share, int warp, int lane) {
   Epilogue<Traits> epilogue{p, block, Queue(block.queues, warp), warp, lane, 0};
   Ring ring{};
-  for (int number = blockIdx.x; number < p.tiles; number += gridDim.x) {
+  for (int number = share.first_tile; number < p.tiles; number += share.tile_step) {
     const Tile tile = tile_of(p, number);
-    const bool is_first = number < gridDim.x;
+    const bool is_first = number == share.first_tile;
     const int row = tile.row + warp * kUnitRows;
     float logits[Traits::kColumns / 2];
     const Rows rows = Rows::load<Traits>(p, row, warp < tile.units, lane);
@@ -310,7 +311,7 @@ __device__ __forceinline__ void consume(const HeadDraw& p, const Block<Traits>& 
     wgmma_fence_operand(logits);
     finish_logits(p, block, rows, row, warp, tile.units, is_first, logits, lane);
     if (p.out.logits != nullptr) {
-      epilogue.write(logits, row, tile.units);
+      epilogue.write(logits, share.first_column, row, tile.units);
     } else {
       epilogue.draw(logits, tile, row, is_first);
     }

@@ -339,8 +339,8 @@ __device__ __forceinline__ float2 column_maxima(const float (&fragments)[kCount]
 // Four bytes a lane, but whole sectors: wider vectors take more shuffles than they save (H200).
 template <bool kCapped, int kLogits>
 __device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& columns,
-                                             const float (&logits)[kLogits], float* maxima, int row,
-                                             int lane) {
+                                             const float (&logits)[kLogits], float* maxima,
+                                             int first_column, int row, int lane) {
   static_assert(kUnitRows == kStrip, "a warp has a strip of each column");
   constexpr int kAtOnce = kCapped ? 1 : kLogits < 32 ? kLogits / 4 : 8;
   // The lane, but for its two lowest bits, that column_maxima gives fragment f, and the fragment
@@ -351,7 +351,8 @@ __device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& c
   const int own = (kAtOnce * (lane >> 2 & 1) / 2) + (kAtOnce * (lane >> 3 & 1) / 4) +
                   (kAtOnce * (lane >> 4) / 8);
   const int lane_column = 2 * (lane & 3), own_column = 8 * own + lane_column;
-  float* to = p.out.logits + (int64_t{p.batch_start} + lane_column) * p.out.stride + row + lane / 4;
+  float* to = p.out.logits + (int64_t{p.batch_start} + first_column + lane_column) * p.out.stride +
+              row + lane / 4;
   for_fragments<kAtOnce, kCapped>(logits, [&](float(&fragments)[kAtOnce][4], int number) {
 #pragma unroll
     for (int i = 0; i < 4 && kCapped; ++i)

@@ -142,6 +142,7 @@ struct HeadDraw {
   int first_row;    // at most 0: noise groups begin at multiples of 16 in the whole vocabulary
   int units;        // of 16 rows, from first_row on
   int tiles;        // the same number for each block
+  int groups;       // of kColumns rows of the batch; the clusters of blocks are dealt to them
   int steps;        // stages of the depth
   int batch_start;  // rows of the batch in earlier launches
   int num_samples;
@@ -186,6 +187,20 @@ struct Traits {
   static constexpr int kDepth = depth_of(kColumns, kFloat8);
   static constexpr int kSamples = max_samples(kColumns);
   static constexpr int kBounds = bounds_of(kColumns, kFloat8);
+};
+
+// What a block works on: every so many tiles of the weight, and a group of columns. The clusters
+// that have the same tiles run side by side, so that all but one read them from L2.
+struct Share {
+  int first_tile, tile_step;
+  int first_column;
+
+  template <typename Traits>
+  __device__ __forceinline__ static Share of(const HeadDraw& p, int rank) {
+    const int cluster = blockIdx.x / Traits::kCluster, at = cluster / p.groups;
+    return {at * Traits::kCluster + rank, static_cast<int>(gridDim.x) / p.groups,
+            (cluster - at * p.groups) * Traits::kColumns};
+  }
 };
 
 // A block's shared memory, by pointers and, for asynchronous copies and barriers, by addresses.
@@ -234,7 +249,7 @@ struct Block {
   }
 
   // All threads.
-  __device__ __forceinline__ void init_columns(const HeadDraw& p) const {
+  __device__ __forceinline__ void init_columns(const HeadDraw& p, const Share& share) const {
     if (p.out.logits == nullptr) {
       for (int column = threadIdx.x; column < kColumns; column += Traits::kThreads) {
         const bool present = column < p.batch;
@@ -253,7 +268,7 @@ struct Block {
     }
     for (int column = threadIdx.x; column < kColumns && p.out.logits != nullptr;
          column += Traits::kThreads) {
-      columns.thresholds[column] = column < p.batch ? -INFINITY : NAN;
+      columns.thresholds[column] = share.first_column + column < p.batch ? -INFINITY : NAN;
     }
   }
 };

@@ -33,11 +33,11 @@ __device__ __forceinline__ void copy_weight(const HeadDraw& p, const Block<Trait
 
 template <typename Traits>
 __device__ __forceinline__ void copy_hidden(const Block<Traits>& block, const TensorMaps& maps,
-                                            int rank, int step, int stage) {
+                                            int first_column, int rank, int step, int stage) {
   constexpr int kHiddenRows = Traits::kHiddenRows, kCluster = Traits::kCluster;
   const uint32_t hidden = block.stages + stage * Traits::kStageBytes + Traits::kWeightBytes;
   const int column = Traits::kFloat8 ? 0 : step * Traits::kDepth;
-  const int row = Traits::kFloat8 ? step * kHiddenRows : 0;
+  const int row = Traits::kFloat8 ? step * kHiddenRows : first_column;
   if (kCluster > 1) {
     constexpr int kPart = kHiddenRows / kCluster;
     tma_load_2d_multicast((1u << kCluster) - 1, hidden + rank * kPart * kRowBytes, maps.hidden,
@@ -49,20 +49,20 @@ __device__ __forceinline__ void copy_hidden(const Block<Traits>& block, const Te
 
 template <typename Traits>
 __device__ __forceinline__ void produce(const HeadDraw& p, const Block<Traits>& block,
-                                        const TensorMaps& maps, int rank) {
+                                        const TensorMaps& maps, const Share& share, int rank) {
   const int max_units = (p.units + p.tiles - 1) / p.tiles;  // the same in all blocks of a cluster
   // Stages whose weights are copied early: the previous kernel writes hidden's tiles, but no
   // weights.
   int early = 0;
   if (Traits::kFloat8) {
-    const Tile tile = tile_of(p, blockIdx.x);
+    const Tile tile = tile_of(p, share.first_tile);
     for (; early < Traits::kStages && early < p.steps; ++early)
       copy_weight(p, block, maps, tile, max_units, early, early);
     grid_dependency_wait();
   }
   int stage = 0;
   uint32_t phase = 0;
-  for (int number = blockIdx.x; number < p.tiles; number += gridDim.x) {
+  for (int number = share.first_tile; number < p.tiles; number += share.tile_step) {
     const Tile tile = tile_of(p, number);
     for (int step = 0; step < p.steps; ++step) {
       mbarrier_wait_parity(block.empty + 8 * stage, phase ^ 1);
@@ -71,7 +71,7 @@ __device__ __forceinline__ void produce(const HeadDraw& p, const Block<Traits>& 
       } else {
         --early;
       }
-      copy_hidden(block, maps, rank, step, stage);
+      copy_hidden(block, maps, share.first_column, rank, step, stage);
       if (++stage == Traits::kStages) {
         stage = 0;
         phase ^= 1;

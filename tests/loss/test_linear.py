@@ -434,6 +434,26 @@ def test_log_probs_are_those_of_the_draw(fuselage, device, dtype):
         assert_same_bits(found.log_probs, reported[part], str(part))
 
 
+@pytest.mark.kernels_ci
+@each_dtype
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_log_probs_of_many_rows_do_not_depend_on_the_batch(fuselage, device, dtype, softcap):
+    """Kernels take rows by 256, and two or more such groups in one launch."""
+    given = make(device, dtype, rows=1300, dim=64, vocab=1500, ignored=0.0)
+    whole = fuselage.linear_log_probs(*given.values(), logit_softcap=softcap)
+    logits = exact_logits(given["hidden"].double(), given["weight"].double(), None)
+    expected = reference.log_probs(logits, given["targets"], logit_softcap=softcap)
+    torch.testing.assert_close(whole.log_probs.double(), expected[0], rtol=1e-5, atol=1e-5)
+    for rows in (255, 385, 512, 640, 641, 900):
+        part = fuselage.linear_log_probs(
+            given["hidden"][-rows:],
+            given["weight"],
+            given["targets"][-rows:],
+            logit_softcap=softcap,
+        )
+        assert_same_bits(part.log_probs, whole.log_probs[-rows:], str(rows))
+
+
 def test_all_ignored(fuselage, device):
     given = make(device, torch.float32)
     given["targets"].fill_(-100)

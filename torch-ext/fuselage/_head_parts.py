@@ -21,6 +21,8 @@ head_logits = ops.head_logits.default
 NO_REDUCTION = number_of_reduction("none")
 # Rows of hidden, or of the weight, that the kernels of heads take together.
 _ROWS = 256
+# Rows of hidden that read the weight once.
+_TILE = 2 * _ROWS
 # Bytes of what is kept of a row besides: its loss, two statistics, whether it counts.
 _OF_ROW = 16
 
@@ -132,11 +134,18 @@ def plan(hidden, weight, needs, max_workspace: int) -> Plan:
     of_logits, of_grads = _bytes_of_row(hidden, weight)
     taken = _OF_ROW * rows + 8 * vocab * needs_bias + (4 - size) * rows * dim * needs_hidden
     room = _room(max_workspace, taken)
-    least = min(rows, _ROWS)
-    group = (room - least * of_logits) // of_grads
-    if group < rows and needs_weight:
-        # The columns of the other rows come together, too.
-        group = (room - max(least * of_logits, _ROWS * (size + 4) * rows)) // of_grads
+
+    def group_beside(tile: int) -> int:
+        group = (room - tile * of_logits) // of_grads
+        if group < rows and needs_weight:
+            # The columns of the other rows come together, too.
+            group = (room - max(tile * of_logits, _ROWS * (size + 4) * rows)) // of_grads
+        return group
+
+    least, small = min(rows, _TILE), min(rows, _ROWS)
+    if group_beside(least) < least or group_beside(least) < rows <= group_beside(small):
+        least = small
+    group = group_beside(least)
     if group < least:
         group = room // (of_logits + of_grads)
     group = max(min(rows, group if group >= rows else _blocks(group)), 1)
