@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common/quant_policy.h"
+#include "common/row_weights_policy.h"
 #include "gate/activation_policy.h"
 #include "loss/cross_entropy_policy.h"
 #include "norm/ada_norm_policy.h"
@@ -767,11 +768,11 @@ void loss(const DeviceInfo& device, Report& report) {
                             gradient.turns * gradient.threads * gradient.vectors * vector,
                     "logits without a block");
 
-      const LogProbsPolicy twice = log_probs_policy(device, rows, vocab, vector, offset == 0);
+      const RowWeightsPolicy twice = row_weights_policy(device, rows, vocab, vector, offset == 0);
       expect_legal(report, device,
                    {ceil_div(rows, twice.rows_per_block) * twice.cluster, 1, twice.threads,
-                    twice.rows_per_block, twice.shared_bytes + kLogProbsFixedBytes, twice.cluster},
-                   kLossThreads);
+                    twice.rows_per_block, twice.shared_bytes + kWeightFixedBytes, twice.cluster},
+                   kWeightThreads);
       report.expect(twice.threads % kWarpSize == 0 &&
                         (twice.rows_per_block == 1 || twice.threads == kWarpSize) &&
                         (twice.rows_per_block == 1 || twice.cluster == 1),

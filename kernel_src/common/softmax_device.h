@@ -6,6 +6,8 @@
 
 namespace fuselage {
 
+constexpr float kLog2E = 1.4426950408889634f;
+
 // One float32 a thread.
 struct GpuFloats {
   using Floats = float;

@@ -42,7 +42,7 @@ __device__ __forceinline__ RunningSums warp_join(RunningSums sums, int width) {
 template <typename T, int kVectors, bool kAligned>
 __device__ __forceinline__ RunningSums read_part(const CrossEntropyForward& p, const T* data,
                                                  int size) {
-  using Columns = LossColumns<T, kVectors>;
+  using Columns = LogitColumns<T, kVectors>;
   constexpr int N = Columns::N;
   const Columns columns;
   RunningSums sums = RunningSums::none();
@@ -279,7 +279,7 @@ struct GradientRow {
 template <typename T, typename U, int kVectors, bool kAligned>
 __global__ void __launch_bounds__(kGradientThreads, 4)
     gradient_kernel(const LossBackward p, const LossGradientPolicy policy) {
-  using Columns = LossColumns<T, kVectors>;
+  using Columns = LogitColumns<T, kVectors>;
   constexpr int N = Columns::N;
   const Columns columns;
   const unsigned column_blocks = static_cast<unsigned>(policy.column_blocks);

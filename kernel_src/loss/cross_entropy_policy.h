@@ -91,50 +91,6 @@ inline LossGradientPolicy loss_gradient_policy(const DeviceInfo& device, int64_t
   return policy;
 }
 
-// log_probs reads a row twice: for the maximum, and for the weights. The blocks of a cluster have
-// a part of it each, and keep what they can of that in shared memory. What they cannot is read
-// again, from L2 mostly.
-constexpr int kLogProbsWanted = 40000;         // logits of a row for one block
-constexpr int kLogProbsWantedOfFew = 16384;    // where rows are few
-constexpr int kLogProbsFixedBytes = 4 * 1024;  // of a block, besides what it keeps
-constexpr int kLogProbsBlocks = 2;             // of kLossThreads, on an SM
-constexpr int kLogProbsNarrowRows = 4;         // of a block where a warp has a row
-
-struct LogProbsPolicy {
-  int threads, rows_per_block;
-  int cluster;
-  int part;  // logits of a row for one block, whole vectors
-  int kept;  // steps of kLossVectors vectors a thread that are kept
-  int shared_bytes;
-};
-
-// `any_order`: the layout may depend on the rows, as no float is added up.
-inline LogProbsPolicy log_probs_policy(const DeviceInfo& device, int64_t rows, int64_t vocab,
-                                       int vector_size, bool any_order) {
-  LogProbsPolicy policy{};
-  // Blocks of a cluster wait for each other, and one that computes loads nothing: many rows take
-  // small clusters of small blocks, few rows large ones. On an H200, bfloat16, (8192, 151936) takes
-  // 1672 us so and 2980 with large ones, (1, 151936) 19.5 and 11.7.
-  const int64_t count = std::max<int64_t>(vocab, 1);
-  const int large = cluster_for(device, count, kLogProbsWantedOfFew);
-  const bool is_few = any_order && rows * large <= kLogProbsBlocks * device.multiprocessors;
-  policy.cluster = is_few ? large : cluster_for(device, count, kLogProbsWanted);
-  const int most_threads = is_few ? kLossThreads : kLossThreads / 2;
-  const int blocks = kLogProbsBlocks * kLossThreads / most_threads;
-  const int64_t vectors =
-      std::max<int64_t>(ceil_div(ceil_div(vocab, policy.cluster), vector_size), 1);
-  policy.part = static_cast<int>(vectors) * vector_size;
-  policy.threads = std::clamp(threads_for(std::min<int64_t>(vectors, 1 << 16), kLossVectors),
-                              kWarpSize, most_threads);
-  policy.rows_per_block = policy.threads == kWarpSize ? kLogProbsNarrowRows : 1;
-  const int step_bytes = policy.threads * policy.rows_per_block * kLossVectors * 16;
-  const int room = device.max_shared_memory / blocks - kLogProbsFixedBytes;
-  const int64_t steps = ceil_div(vectors, int64_t{policy.threads} * kLossVectors);
-  policy.kept = static_cast<int>(std::min<int64_t>(steps, std::max(room, 0) / step_bytes));
-  policy.shared_bytes = policy.kept * step_bytes;
-  return policy;
-}
-
 // Whether rows may be read, and gradients written, by whole vectors.
 inline bool is_aligned(const LossRows& in) {
   return aligned_rows(in.logits, in.rows == 1 ? 0 : in.stride, in.vocab, in.dtype);

@@ -122,6 +122,15 @@ const char* lm_head_logits(const LmHead& p, const HeadLogits& out, void* workspa
   return launch_head(p, output, device, static_cast<gpuStream>(stream));
 }
 
+bool draws_before_sums(const LmHeadSample& p, const Filters& filters, int device) {
+#if !defined(USE_ROCM)
+  // Tiles begin at multiples of 16 in the whole vocabulary. The first may not begin before a shard.
+  return !filters.any() && p.draws.vocab_offset % kStrip == 0 && lm_head_sm90_serves(p, device);
+#else
+  return false;
+#endif
+}
+
 int64_t lm_head_sample_workspace(const LmHeadSample& p, int device) {
 #if !defined(USE_ROCM)
   if (lm_head_sm90_serves(p, device)) return lm_head_sample_sm90_workspace(p, device);

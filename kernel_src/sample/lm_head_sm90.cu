@@ -40,6 +40,9 @@
 // so far, the threshold, which all blocks share. The others are candidates: the bounds warps score
 // them exactly, while the consumers multiply the next tile.
 //
+// Logits may be written besides a draw, for its log-probabilities (lm_head_sm90_sums.cu), or alone,
+// of which two groups of 256 columns then share the tiles of the weight.
+//
 // For filters, logits are written, and the maximum of each strip of 16, which tells
 // sample_strips.cu what it need not read. But writes cost time, also of the reads of weights: each
 // tile raises a threshold of its rows of the batch, and later strips below it are not written.
@@ -88,7 +91,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kFloat8), 1)
     if (block.stages % 1024 != 0) __trap();  // the swizzle goes by address
   }
   const Share share = Share::of<Own>(p, rank);
-  block.init_columns(p, share);
+  block.init_columns(p);
   __syncthreads();
   if (kCluster > 1) cluster_sync();
 
@@ -101,13 +104,13 @@ __global__ void __launch_bounds__(threads_of(kColumns, kFloat8), 1)
     if (warp > Own::kConsumerWarps && p.out.strips.maxima != nullptr) {
       run_strips_warps(p, block, thread);
     }
-    if (warp > Own::kConsumerWarps && p.out.logits == nullptr) run_bounds_warps(p, block, thread);
+    if (warp > Own::kConsumerWarps && p.draws_samples()) run_bounds_warps(p, block, thread);
   } else {
     setmaxnreg_inc<Own::kRegisters.consumer>();
     consume(p, block, share, warp, lane);
   }
   __syncthreads();
-  if (p.out.logits == nullptr) {
+  if (p.draws_samples()) {
     for (int i = threadIdx.x; i < p.num_samples * kColumns; i += Own::kThreads) {
       p.candidates[int64_t{blockIdx.x} * p.num_samples * kColumns + i] = block.columns.best[i];
     }
@@ -204,7 +207,7 @@ int64_t hidden_tiles_bytes(const LmHead& head, int columns) {
 // 512 rows twice 493. Draws, strips and float8 are made for one.
 int groups_for(const HeadDraw& p, int64_t rows, bool float8) {
   constexpr int kMostGroups = 2, kColumns = 256;
-  if (p.out.logits == nullptr || p.out.strips.maxima != nullptr || float8) return 1;
+  if (p.draws_samples() || p.out.strips.maxima != nullptr || float8) return 1;
   // A last group of few rows is for a launch with fewer columns.
   return rows > kColumns + 128 ? kMostGroups : 1;
 }
@@ -258,7 +261,7 @@ const char* launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles, int bloc
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   const Strips& strips = p.out.strips;
   Cleared cleared{};
-  if (p.out.logits == nullptr) {
+  if (p.draws_samples()) {
     cleared = {p.shared_thresholds, p.num_samples * (kColumns + 1), nullptr};
   } else if (strips.maxima != nullptr && p.batch_start == 0) {  // what all launches share
     cleared = {strips.fallback, static_cast<int>(Strips::words(head.batch)), p.out.offset};
@@ -375,8 +378,9 @@ bool lm_head_sm90_serves(const LmHead& p, int device) {
 }
 
 bool lm_head_sm90_serves(const LmHeadSample& p, int device) {
-  return max_columns(p.draws.num_samples) > 0 && !p.results.needs_sums() &&
-         p.results.logits == nullptr && lm_head_sm90_serves(p.head, device);
+  const bool wants_logits = p.results.needs_sums() || p.results.logits != nullptr;
+  return max_columns(p.draws.num_samples) > 0 && (p.logits != nullptr || !wants_logits) &&
+         lm_head_sm90_serves(p.head, device);
 }
 
 int64_t lm_head_sample_sm90_workspace(const LmHeadSample& p, int device) {
@@ -389,35 +393,38 @@ const char* lm_head_sample_sm90(const LmHeadSample& p, int device, void* stream)
   draw.vocab_offset = p.draws.vocab_offset;
   draw.num_samples = p.draws.num_samples;
   draw.draws = p.draws;
+  draw.out.logits = p.logits;
+  draw.out.stride = p.logits_stride;
   char* after_tiles = static_cast<char*>(p.workspace) +
                       hidden_tiles_bytes(p.head, largest_columns(p.head, p.draws.num_samples));
   draw.candidates = reinterpret_cast<unsigned long long*>(after_tiles);
   draw.shared_thresholds = reinterpret_cast<uint32_t*>(draw.candidates + candidates_of(p, device));
   const gpuStream on = static_cast<gpuStream>(stream);
-  return for_each_launch(
-      p.head, draw, static_cast<uint4*>(p.workspace), device, on,
-      [&](const HeadDraw& launched, int columns, int blocks) {
-        Finish finish{};
-        finish.candidates = launched.candidates;
-        finish.blocks = blocks;
-        finish.columns = columns;
-        finish.batch = launched.batch;
-        finish.num_samples = launched.num_samples;
-        finish.batch_start = launched.batch_start;
-        finish.vocab_offset = launched.vocab_offset;
-        finish.tokens = p.results.tokens;
-        finish.scores = p.results.scores;
-        // One for all rows is read by all launches.
-        const bool last = launched.batch_start + launched.batch == p.head.batch;
-        finish.offset_per_row = p.draws.offset_per_row;
-        finish.offset_stride = p.draws.offset_stride;
-        finish.offsets = p.draws.offset_per_row || last ? p.draws.offsets : nullptr;
-        const int64_t warps = int64_t{launched.batch} * launched.num_samples;
-        return message_of(
-            gpu_launch_after(head_finish_kernel,
-                             dim3(static_cast<unsigned>(ceil_div(warps, kHeadFinishThreads / 32))),
-                             dim3(kHeadFinishThreads), on, finish));
-      });
+  const char* error =
+      for_each_launch(p.head, draw, static_cast<uint4*>(p.workspace), device, on,
+                      [&](const HeadDraw& launched, int columns, int blocks) {
+                        Finish finish{};
+                        finish.candidates = launched.candidates;
+                        finish.blocks = blocks;
+                        finish.columns = columns;
+                        finish.batch = launched.batch;
+                        finish.num_samples = launched.num_samples;
+                        finish.batch_start = launched.batch_start;
+                        finish.vocab_offset = launched.vocab_offset;
+                        finish.tokens = p.results.tokens;
+                        finish.scores = p.results.scores;
+                        // One for all rows is read by all launches.
+                        const bool last = launched.batch_start + launched.batch == p.head.batch;
+                        finish.offset_per_row = p.draws.offset_per_row;
+                        finish.offset_stride = p.draws.offset_stride;
+                        finish.offsets = p.draws.offset_per_row || last ? p.draws.offsets : nullptr;
+                        const int64_t warps = int64_t{launched.batch} * launched.num_samples;
+                        return message_of(gpu_launch_after(
+                            head_finish_kernel,
+                            dim3(static_cast<unsigned>(ceil_div(warps, kHeadFinishThreads / 32))),
+                            dim3(kHeadFinishThreads), on, finish));
+                      });
+  return error != nullptr || p.logits == nullptr ? error : lm_head_sums_sm90(p, device, stream);
 }
 
 int64_t lm_head_logits_sm90_workspace(const LmHead& p) {

@@ -242,17 +242,17 @@ struct Epilogue {
 
   __device__ __forceinline__ void write(const float (&logits)[kColumns / 2], int first_column,
                                         int row, int units) {
-    const bool has_strips = p.out.strips.maxima != nullptr;
-    if (has_strips)
-      mbarrier_wait_parity(block.bounds_full + 8 * (iteration & 1), (iteration >> 1 & 1) ^ 1);
-    if (warp < units && p.softcap == 0.0f) {
-      write_logits<false>(p, block.columns, logits, own_bounds(), first_column, row, lane);
-    } else if (warp < units) {
-      write_logits<true>(p, block.columns, logits, own_bounds(), first_column, row, lane);
-    }
-    __syncwarp();
-    if (has_strips && lane == 0) mbarrier_arrive(block.bounds_empty + 8 * (iteration & 1));
-    ++iteration;
+    const auto write_to = [&](auto has_strips, float* maxima) {
+      if (warp < units && p.softcap == 0.0f) {
+        write_logits<has_strips, false>(p, block.columns, logits, maxima, first_column, row, lane);
+      } else if (warp < units) {
+        write_logits<has_strips, true>(p, block.columns, logits, maxima, first_column, row, lane);
+      }
+    };
+    if (p.out.strips.maxima == nullptr) return write_to(std::false_type{}, nullptr);
+    mbarrier_wait_parity(block.bounds_full + 8 * (iteration & 1), (iteration >> 1 & 1) ^ 1);
+    write_to(std::true_type{}, own_bounds());
+    end();
   }
 
   template <bool kCapped>
@@ -302,7 +302,7 @@ __device__ __forceinline__ void consume(const HeadDraw& p, const Block<Traits>& 
     } else {
       multiply(p, block, ring, logits, warp, lane);
     }
-    if (p.out.logits == nullptr && !is_first) {  // beside the last products
+    if (p.draws_samples() && !is_first) {  // beside the last products
       epilogue.begin();
       epilogue.find_thresholds(0);
     }
@@ -312,9 +312,8 @@ __device__ __forceinline__ void consume(const HeadDraw& p, const Block<Traits>& 
     finish_logits(p, block, rows, row, warp, tile.units, is_first, logits, lane);
     if (p.out.logits != nullptr) {
       epilogue.write(logits, share.first_column, row, tile.units);
-    } else {
-      epilogue.draw(logits, tile, row, is_first);
     }
+    if (p.draws_samples()) epilogue.draw(logits, tile, row, is_first);
   }
 }
 

@@ -332,12 +332,13 @@ __device__ __forceinline__ float2 column_maxima(const float (&fragments)[kCount]
 }
 
 // Writes a warp's logits, of rows from `row` on, unless their strip is below the column's
-// threshold. The maximum of each strip goes to `maxima`. Those past the end are NaN.
+// threshold. The maximum of each strip goes to `maxima`. Those past the end are NaN. Without
+// strips, writes all.
 //
 // NOTE: without branches, so that the shuffles and stores of several fragments are in flight
 // together. One fragment after the other, of those that have anything to be written, took longer.
 // Four bytes a lane, but whole sectors: wider vectors take more shuffles than they save (H200).
-template <bool kCapped, int kLogits>
+template <bool kHasStrips, bool kCapped, int kLogits>
 __device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& columns,
                                              const float (&logits)[kLogits], float* maxima,
                                              int first_column, int row, int lane) {
@@ -357,18 +358,24 @@ __device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& c
 #pragma unroll
     for (int i = 0; i < 4 && kCapped; ++i)
       fragments[0][i] = soft_capped<SampleMath>(fragments[0][i], p.softcap);
-    const float2 threshold = two_of(columns.thresholds + 8 * number + own_column);
-    float2 max = column_maxima(fragments, lane);
-    // NOTE: of a number and NaN, fmaxf returns the number.
-    max = make_float2(fmaxf(max.x, -INFINITY), fmaxf(max.y, -INFINITY));
-    *reinterpret_cast<float2*>(maxima + 8 * number + own_column) = max;
-    const uint32_t first = __ballot_sync(0xffffffffu, max.x >= threshold.x) >> lane_column / 2;
-    const uint32_t second = __ballot_sync(0xffffffffu, max.y >= threshold.y) >> lane_column / 2;
+    uint32_t first = 0, second = 0;
+    if constexpr (kHasStrips) {
+      const float2 threshold = two_of(columns.thresholds + 8 * number + own_column);
+      float2 max = column_maxima(fragments, lane);
+      // NOTE: of a number and NaN, fmaxf returns the number.
+      max = make_float2(fmaxf(max.x, -INFINITY), fmaxf(max.y, -INFINITY));
+      *reinterpret_cast<float2*>(maxima + 8 * number + own_column) = max;
+      first = __ballot_sync(0xffffffffu, max.x >= threshold.x) >> lane_column / 2;
+      second = __ballot_sync(0xffffffffu, max.y >= threshold.y) >> lane_column / 2;
+    }
+    const int left = p.batch - first_column - lane_column - 8 * number;  // columns of the batch
 #pragma unroll
     for (int f = 0; f < kAtOnce; ++f) {
       const uint32_t bit = 1u << lane_of(f);
-      store_global_if(first & bit, to, fragments[f][0], fragments[f][2]);
-      store_global_if(second & bit, to + p.out.stride, fragments[f][1], fragments[f][3]);
+      store_global_if(kHasStrips ? first & bit : 8 * f < left, to, fragments[f][0],
+                      fragments[f][2]);
+      store_global_if(kHasStrips ? second & bit : 8 * f + 1 < left, to + p.out.stride,
+                      fragments[f][1], fragments[f][3]);
       to += 8 * p.out.stride;
     }
   });

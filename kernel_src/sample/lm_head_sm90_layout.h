@@ -153,12 +153,14 @@ struct HeadDraw {
   const void* bias;
   DType bias_dtype;
   float softcap;
-  HeadLogits out;  // logits are written, and nothing is drawn, unless out.logits is null
+  HeadLogits out;  // where logits are written, unless out.logits is null
   bool finds_thresholds;
   uint32_t* arrived;               // warps that have written their first strips; set to 0 before
   unsigned long long* candidates;  // [blocks, num_samples, columns]
   uint32_t* shared_thresholds;     // [num_samples, columns]: keys of scores;
       // [num_samples]: blocks that have shared those of their first tile
+
+  __host__ __device__ bool draws_samples() const { return num_samples > 0; }
 };
 
 // NOTE: by whole multiples of `tiles`, so that nothing overflows.
@@ -249,8 +251,8 @@ struct Block {
   }
 
   // All threads.
-  __device__ __forceinline__ void init_columns(const HeadDraw& p, const Share& share) const {
-    if (p.out.logits == nullptr) {
+  __device__ __forceinline__ void init_columns(const HeadDraw& p) const {
+    if (p.draws_samples()) {
       for (int column = threadIdx.x; column < kColumns; column += Traits::kThreads) {
         const bool present = column < p.batch;
         const int64_t row = p.batch_start + (present ? column : 0);
@@ -266,9 +268,9 @@ struct Block {
         }
       }
     }
-    for (int column = threadIdx.x; column < kColumns && p.out.logits != nullptr;
+    for (int column = threadIdx.x; column < kColumns && p.out.strips.maxima != nullptr;
          column += Traits::kThreads) {
-      columns.thresholds[column] = share.first_column + column < p.batch ? -INFINITY : NAN;
+      columns.thresholds[column] = column < p.batch ? -INFINITY : NAN;
     }
   }
 };

@@ -148,8 +148,11 @@ struct LmHead {
 struct LmHeadSample {
   LmHead head;
   Draws draws;
-  DrawResults results;  // tokens and scores alone
+  DrawResults results;  // without logits, tokens and scores alone
   void* workspace;
+  // [batch, vocab], rows in whole strips: written besides, where gpu::draws_before_sums; or null.
+  float* logits;
+  int64_t logits_stride;
 };
 
 namespace gpu {
@@ -180,6 +183,9 @@ int64_t lm_head_logits_workspace(const LmHead& p, int device);
 const char* lm_head_logits(const LmHead& p, const HeadLogits& out, void* workspace, int device,
                            void* stream);
 
+// Whether lm_head_sample can write the logits besides, and make what needs sums of them: that is
+// faster than to draw from them.
+bool draws_before_sums(const LmHeadSample& p, const Filters& filters, int device);
 int64_t lm_head_sample_workspace(const LmHeadSample& p, int device);
 const char* lm_head_sample(const LmHeadSample& p, int device, void* stream);
 

@@ -274,14 +274,19 @@ void logits_cpu(const LmHead& head, float* logits, int64_t stride) {
 }
 
 template <auto gpu_workspace, auto gpu_kernel, typename Params>
+const char* run_gpu(Params& p, const Tensor& x, int32_t device, void* stream) {
+  const Tensor workspace = workspace_of(gpu_workspace(p, device), x);
+  p.workspace = workspace.mutable_data_ptr();
+  return gpu_kernel(p, device, stream);
+}
+
+template <auto gpu_workspace, auto gpu_kernel, typename Params>
 void run(const char* op, Params& p, const Tensor& x) {
   if (is_meta(x)) return;
   launch(
       op, x, [&] { run_cpu(p); },
       [&](int32_t device, void* stream) {
-        const Tensor workspace = workspace_of(gpu_workspace(p, device), x);
-        p.workspace = workspace.mutable_data_ptr();
-        return gpu_kernel(p, device, stream);
+        return run_gpu<gpu_workspace, gpu_kernel>(p, x, device, stream);
       });
 }
 
@@ -311,7 +316,7 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
                     const DrawResults& results, const Tensor& hidden) {
   if (is_meta(hidden)) return;
   if (!filters.any() && !results.needs_sums()) {
-    LmHeadSample p{head, draws, results, nullptr};
+    LmHeadSample p{head, draws, results, nullptr, nullptr, 0};
     return run(op, p, hidden);
   }
   const Tensor logits = empty_strips(head.batch, head.vocab, hidden);
@@ -323,8 +328,14 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
   p.dtype = DType::float32;
   p.stride = logits.size(1);
   p.results = results;
+  bool is_drawn = false;
   const auto on_cpu = [&] { logits_cpu(head, floats_in(logits), p.stride); };
   const auto on_gpu = [&](int32_t device, void* stream) {
+    LmHeadSample both{head, draws, results, nullptr, floats_in(logits), p.stride};
+    is_drawn = gpu::draws_before_sums(both, filters, device);
+    if (is_drawn)
+      return run_gpu<gpu::lm_head_sample_workspace, gpu::lm_head_sample>(both, hidden, device,
+                                                                         stream);
     if (gpu::takes_strips(head, p, device)) {
       strips = empty_strips(head.batch, p.stride / kStrip, hidden);
       of_strips = workspace_of(Strips::words(head.batch) * int64_t{sizeof(uint32_t)}, hidden);
@@ -339,7 +350,7 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
     return logits_gpu(head, out, logits, device, stream);
   };
   if (logits.numel() > 0) launch(op, hidden, on_cpu, on_gpu);
-  run(op, p, hidden);
+  if (!is_drawn) run(op, p, hidden);
 }
 
 // The logits themselves: float32 [batch, vocab], rows in whole strips.
