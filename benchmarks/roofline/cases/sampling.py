@@ -57,6 +57,7 @@ class Draw:
     from_head: bool = True
     filters: dict = field(default_factory=dict)
     float8: bool = False  # the weight, with a scale for each row; baselines have it in bfloat16
+    logprobs: bool = False  # of the tokens, too
 
     def inputs(self, shape: Shape, device: str) -> tuple[torch.Tensor, ...]:
         batch, vocab, *dim = shape.sizes
@@ -96,28 +97,34 @@ class Draw:
             logits = logits.masked_fill(p < least, -torch.inf)
         return logits
 
-    def multinomial(self, *inputs: torch.Tensor) -> torch.Tensor:
-        logits = self.filtered(self.logits(*inputs).float())
-        return torch.multinomial(torch.softmax(logits, -1), 1)
+    def with_logprobs(self, tokens: torch.Tensor, logits: torch.Tensor):
+        if not self.logprobs:
+            return tokens
+        return tokens, torch.log_softmax(logits, -1).gather(1, tokens)
 
-    def gumbel(self, *inputs: torch.Tensor) -> torch.Tensor:
+    def multinomial(self, *inputs: torch.Tensor):
+        logits = self.filtered(self.logits(*inputs).float())
+        return self.with_logprobs(torch.multinomial(torch.softmax(logits, -1), 1), logits)
+
+    def gumbel(self, *inputs: torch.Tensor):
         logits = self.filtered(self.logits(*inputs).float())
         noise = -torch.log(torch.empty_like(logits).exponential_())
-        return (logits + noise).argmax(-1, keepdim=True)
+        return self.with_logprobs((logits + noise).argmax(-1, keepdim=True), logits)
 
     def ours(self, fuselage: ModuleType):
         """With a seed and a step on the device, as a serving engine has them."""
         function = fuselage.lm_head_sample if self.from_head else fuselage.gumbel_sample
         noise: dict[str, torch.Tensor] = {}
+        options = {**self.filters, "return_logprobs": self.logprobs}
 
-        def draw(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        def draw(x: torch.Tensor, *weights: torch.Tensor):
             if not noise:
                 for name in ("seed", "offset"):
                     noise[name] = torch.zeros(1, dtype=torch.int64, device=x.device)
             if self.float8:
-                _, weight, scale = weights
-                return function(x, weight, weight_scale=scale, **noise, **self.filters)
-            return function(x, *weights, **noise, **self.filters)
+                _, *weights, options["weight_scale"] = weights
+            drawn = function(x, *weights, **noise, **options)
+            return drawn[:2] if self.logprobs else drawn
 
         return draw
 
@@ -133,7 +140,9 @@ class Draw:
 
     def reference(self, *inputs_and_dtype) -> tuple[torch.Tensor]:
         *inputs, _ = inputs_and_dtype
-        return (_argmax(self.logits(*inputs)).double(),)
+        tokens = _argmax(self.logits(*inputs)).double()
+        # That of a token that is certain is 0.
+        return (tokens, torch.zeros_like(tokens)) if self.logprobs else (tokens,)
 
     def bytes(self, shape: Shape) -> int:
         """The weight and hidden, or the logits, once."""
@@ -163,6 +172,7 @@ def _operator(name: str, draw: Draw, shapes) -> Operator:
 OPERATORS = [
     _operator("lm_head_sample", Draw(), [*_HEADS, *_CPU_HEADS]),
     _operator("lm_head_sample float8", Draw(float8=True), _NARROW),
+    _operator("lm_head_sample logprobs", Draw(logprobs=True), _NARROW),
     _operator("lm_head_sample top_k", Draw(filters={"top_k": 50}), _FILTERED),
     _operator("lm_head_sample top_p", Draw(filters={"top_p": 0.9}), _FILTERED),
     _operator("lm_head_sample min_p", Draw(filters={"min_p": 0.05}), _FILTERED),
