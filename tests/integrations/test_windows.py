@@ -1,8 +1,4 @@
-"""Causal attention over sliding windows in patched models, without a mask.
-
-On a CPU, the kernel of the window is a formula that stands in for PyTorch's: what is tested there
-is who calls it, and with what.
-"""
+"""Causal attention over sliding windows in patched models, without a mask."""
 
 from __future__ import annotations
 
@@ -12,17 +8,19 @@ from functools import partial
 
 import pytest
 import torch
+from integrations import windows
 from integrations.models import (
     SIZES,
     assert_no_farther,
     build,
-    counted_ops,
     half_of,
     randomise,
     tokens,
 )
+from integrations.windows import compiled, counted
 
 COLUMNS, WINDOW = 40, 12
+LEFT = (WINDOW - 1, 0)  # a token, and those before it
 KINDS = ["sliding_attention", "full_attention"]
 NAMES = {
     "Cohere2": {"layer_types": KINDS},
@@ -33,38 +31,6 @@ NAMES = {
 }
 
 
-def weights_of(query, key, left, scale):
-    """The softmax, float32, and heads of queries and keys, `[batch, heads, tokens, dim]`."""
-    q, k = (x.float().transpose(1, 2) for x in (query, key))
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    back = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
-    scores = (q @ k.mT * scale).masked_fill((back < 0) | (back > left), -torch.inf)
-    return scores.softmax(-1), q, k
-
-
-def cpu_forward(query, key, value, *args, scale=None, window_size_left=None, **kwargs):
-    weights, _, _ = weights_of(query, key, window_size_left, scale)
-    v = value.float().transpose(1, 2).repeat_interleave(query.shape[2] // value.shape[2], 1)
-    out = (weights @ v).transpose(1, 2).to(query.dtype)
-    batch, rows, heads, _ = query.shape
-    sums = query.new_zeros((batch, heads, rows), dtype=torch.float32)
-    state = query.new_zeros(2, dtype=torch.uint64)
-    return out, sums, state, query.new_empty((), dtype=torch.uint64), query.new_empty(0)
-
-
-def cpu_backward(grad, query, key, value, *args, scale=None, window_size_left=None, **kwargs):
-    weights, q, k = weights_of(query, key, window_size_left, scale)
-    shared = query.shape[2] // key.shape[2]
-    v = value.float().transpose(1, 2).repeat_interleave(shared, 1)
-    g = grad.float().transpose(1, 2)
-    of_weights = g @ v.mT
-    of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * scale
-    of_key, of_value = (
-        x.unflatten(1, (-1, shared)).sum(2) for x in (of_scores.mT @ q, weights.mT @ g)
-    )
-    return tuple(x.transpose(1, 2).to(query.dtype) for x in (of_scores @ k, of_key, of_value))
-
-
 @pytest.fixture
 def integration(fuselage):
     return fuselage.integrations.transformers
@@ -72,36 +38,8 @@ def integration(fuselage):
 
 @pytest.fixture
 def window(integration, device, monkeypatch):
-    """The module of windows, as on a GPU that has the kernel."""
-    module = sys.modules[f"{integration.__name__.rpartition('.')[0]}._window"]
-    if device != "cpu":
+    with windows.kernel(integration, device, monkeypatch) as module:
         yield module
-        return
-    monkeypatch.setattr(module, "has_kernel", lambda *_: True)
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", cpu_forward, "CPU")
-    library.impl("_flash_attention_backward", cpu_backward, "CPU")
-    yield module
-    library._destroy()
-
-
-def compiled(model, dynamic=None):
-    """The model compiled whole, and of each attention in its graphs its window; None of none, and
-    "mask" with a mask."""
-    seen: list = []
-
-    def backend(graph, inputs):
-        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
-        for node in (node for part in parts for node in part.graph.nodes):
-            if "scaled_dot_product_attention" in str(node.target):
-                seen.append(None if node.kwargs.get("attn_mask") is None else "mask")
-            elif "_flash_attention_forward" in str(node.target):
-                assert node.kwargs["window_size_right"] == 0
-                seen.append(node.kwargs["window_size_left"] + 1)
-        return graph.forward
-
-    torch._dynamo.reset()
-    return torch.compile(model, fullgraph=True, dynamic=dynamic, backend=backend), seen
 
 
 def models(integration, name, device="cpu", **options):
@@ -115,7 +53,7 @@ def models(integration, name, device="cpu", **options):
 
 def windows_of(model) -> list:
     kinds = getattr(model.config, "layer_types", None) or [KINDS[0]] * 2
-    return [WINDOW if kind == KINDS[0] else None for kind in kinds]
+    return [LEFT if kind == KINDS[0] else None for kind in kinds]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -159,7 +97,7 @@ def test_sizes_about_the_window(integration, window, device, columns):
     with torch.no_grad():
         results = [m(input_ids=ids, use_cache=False).logits for m in (run, plain, exact)]
     assert_no_farther(*(lambda _, r=r: r for r in results), seeds=1)
-    assert seen == [WINDOW if columns >= WINDOW else None] * 2
+    assert seen == [LEFT if columns >= WINDOW else None] * 2
 
 
 def test_sizes_may_change(integration, window, device):
@@ -171,24 +109,25 @@ def test_sizes_may_change(integration, window, device):
         with torch.no_grad():
             results = [m(input_ids=ids, use_cache=False).logits for m in (run, plain, exact)]
         assert_no_farther(*(lambda _, r=r: r for r in results), seeds=1)
-    assert seen == [WINDOW] * 2 + [None] * 2
+    assert seen == [LEFT] * 2 + [None] * 2
 
 
 def test_a_window_is_seen_by_its_function(integration, device):
     """Chunks have a local size, too."""
     from transformers import masking_utils as masking
 
-    module = sys.modules[f"{integration.__name__.rpartition('.')[0]}._window"]
+    module = windows.module_of(integration)
     for size in (1, 2, 7, 512):
-        assert module.is_window(masking.sliding_window_causal_mask_function(size), size)
-        assert not module.is_window(masking.sliding_window_causal_mask_function(size + 1), size)
-        assert not module.is_window(masking.causal_mask_function, size)
+        causal = module.causal(size)
+        assert module.is_window(masking.sliding_window_causal_mask_function(size), causal)
+        assert not module.is_window(masking.sliding_window_causal_mask_function(size + 1), causal)
+        assert not module.is_window(masking.causal_mask_function, causal)
         padding = torch.zeros(1, dtype=torch.long)
         if size > 1:
             chunks = masking.chunked_causal_mask_function(size, padding)
-            assert not module.is_window(chunks, size)
+            assert not module.is_window(chunks, causal)
         both_ways = masking.sliding_window_bidirectional_mask_function(size)
-        assert not module.is_window(both_ways, size)
+        assert not module.is_window(both_ways, causal)
 
 
 @pytest.mark.parametrize("given", ["attention_mask", "position_ids", "4d"])
@@ -235,8 +174,8 @@ def test_caches(integration, window, device, cache, prompt):
             results.append(torch.cat([each.logits for each in made], 1))
     assert_no_farther(*(lambda _, r=r: r for r in results), seeds=1)
     if cache == "DynamicCache":
-        assert seen[:2] == [WINDOW if prompt == COLUMNS else None, None]
-        assert WINDOW not in seen[2:]
+        assert seen[:2] == [LEFT if prompt == COLUMNS else None, None]
+        assert LEFT not in seen[2:]
 
 
 @pytest.mark.parametrize("change", ["dim", "dropout", "float32"])
@@ -275,7 +214,7 @@ def test_a_layer_over_the_mask(integration, window):
     with torch.no_grad():
         actual, expected = (m(input_ids=ids).last_hidden_state for m in (run, model))
     assert (actual - expected).abs().max() < 0.1 * expected.abs().max()
-    assert WINDOW not in seen
+    assert LEFT not in seen
 
 
 def test_nothing_is_read_of_a_mask_without_values(integration, window):
@@ -287,16 +226,6 @@ def test_nothing_is_read_of_a_mask_without_values(integration, window):
     assert attention._is_of_ones(ones) and not attention._is_of_ones(ones.tril())
     with FakeTensorMode() as mode:
         assert not attention._is_of_ones(mode.from_tensor(ones))
-
-
-FLASH = "_flash_attention_forward"
-
-
-def counted(fuselage, call):
-    """How often it calls the kernel, and its result."""
-    with counted_ops(fuselage, also=(FLASH,)) as counts:
-        result = call()
-    return counts[FLASH], result
 
 
 def logits_of(model, ids, inputs):
@@ -394,7 +323,7 @@ def test_eager_generation(fuselage, integration, window, device):
     assert (ours == theirs).float().mean() > 0.9
 
 
-@pytest.mark.parametrize("name", ["causal", "windows", "unmasked"])
+@pytest.mark.parametrize("name", ["causal", "windows", "both_ways_windows", "unmasked"])
 def test_a_mask_with_something_laid_over_it_is_made(integration, window, name):
     """Also where it is known that nothing is packed. Such masks are made by vmap."""
     from transformers import masking_utils as masking
@@ -416,10 +345,10 @@ def test_another_formula_has_no_kernel(integration, window):
     from transformers import AttentionInterface
 
     _, _, patched = models(integration, "Mistral")
-    name = f"{integration.__name__.rpartition('.')[0]}._attention.marked"
+    name = f"{integration.__name__.rpartition('.')[0]}._attention.windows.marked"
     q, k, v = (torch.randn(1, heads, COLUMNS, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    mask = window.mask_of(WINDOW, COLUMNS, torch.device("cpu"))
-    window.mark(mask, WINDOW)
+    mask = window.mask_of(window.causal(WINDOW), COLUMNS, torch.device("cpu"))
+    window.mark(mask, window.causal(WINDOW))
     given = (patched.model.layers[0].self_attn, q, k, v, mask)
     out, _ = AttentionInterface()[name](*given, scaling=0.25)
     expected, _ = AttentionInterface()["sdpa"](*given, scaling=0.25)

@@ -10,9 +10,9 @@ implementation whose mask function, registered with transformers, returns no mas
 itself would return none in eager mode, and makes the same mask as ever otherwise. A mask that is
 given is never left out: its values are not known.
 
-Of a causal mask over a sliding window the same is known. What attention is given in its place says
-how wide the window is (`_window.py`), where the GPU has a kernel that takes windows. Eager models
-have masks of windows, too, and are told in the same way: their mask is marked.
+Of a mask over a sliding window, causal or both ways, the same is known. What attention is given in
+its place says how wide the window is (`_window.py`), where the GPU has a kernel that takes windows.
+Eager models have masks of windows, too, and are told in the same way: their mask is marked.
 
 With a mask, as static caches have one, that implementation copies no keys for the heads that share
 them, where there is one token.
@@ -25,7 +25,7 @@ import inspect
 import sys
 from functools import cache, partial
 from types import ModuleType
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 import torch
 
@@ -36,10 +36,30 @@ WHAT = "causal attention without a mask, if compiled"
 BOTH_WAYS = "attention without a mask, if compiled"
 
 _CAUSAL = f"{__name__}.causal"  # the names of attention implementations
-_WINDOWS = f"{__name__}.windows"
 _UNMASKED = f"{__name__}.unmasked"
-_MARKED = f"{__name__}.marked"
+_WINDOWS = f"{__name__}.windows"
+_BOTH_WAYS_WINDOWS = f"{__name__}.both_ways_windows"
 _RECORDED = f"{__name__}.recorded"
+
+
+class _Formula(NamedTuple):
+    """Of the windows of a model.
+
+    Args:
+        window: Of the `local_size` that transformers hands to a mask function.
+        both_ways: Whether transformers is asked for a mask that looks both ways.
+    """
+
+    window: Callable[[int], _window.Window]
+    both_ways: bool
+
+
+# By the implementation of a compiled model. That of an eager one has `_MARKED` after it.
+_FORMULAS = {
+    _WINDOWS: _Formula(_window.causal, both_ways=False),
+    _BOTH_WAYS_WINDOWS: _Formula(_window.both_ways, both_ways=True),
+}
+_MARKED = ".marked"
 
 # Arguments of attention functions that make it another formula.
 _CHANGES = {"softcap", "position_bias", "cache", "s_aux", "output_attentions"}
@@ -77,19 +97,46 @@ def recognise_masks(module: torch.nn.Module) -> Found:
     # Of a body that is no model, its configuration says whether its attention can be told.
     if not getattr(module, "_supports_sdpa", config._attn_implementation == "sdpa"):
         return None
-    calls = _causal_calls(module, masking, child)
-    windows = [call for call in calls if call.get("local_size") is not None]
-    if windows and all(_window.is_window(c["mask_function"], c["local_size"]) for c in windows):
-        name = _WINDOWS
-    elif calls:
-        name = _CAUSAL
-    elif child is None and _looks_both_ways(type(module), masking):
-        name = _UNMASKED
-    else:
+    name = _implementation(module, masking, child)
+    if name is None:
         return None
     _register(masking)
     forward = _forward(type(module), innermost(module), name, child)
     return Match(replacement(forward), forward)
+
+
+def _implementation(
+    module: torch.nn.Module, masking: ModuleType, child: Optional[str]
+) -> Optional[str]:
+    """The name of that which the model is compiled with; None of a model whose masks stay."""
+    if calls := _causal_calls(module, masking, child):
+        return _WINDOWS if _has_windows(calls, _WINDOWS) else _CAUSAL
+    if child is not None or not _looks_both_ways(type(module), masking):
+        return None
+    calls = _mask_calls(module, masking, None) if _layers(module, None) else []
+    return _BOTH_WAYS_WINDOWS if _has_windows(calls, _BOTH_WAYS_WINDOWS) else _UNMASKED
+
+
+def _has_windows(calls: list[dict], name: str) -> bool:
+    """Whether masks are over windows, and all such have the formula of an implementation."""
+    windows = [call for call in calls if call.get("local_size") is not None]
+    return bool(windows) and all(
+        (window := _window_of(call, name)) is not None
+        and _window.is_window(call["mask_function"], window)
+        for call in windows
+    )
+
+
+def _window_of(call: dict, name: str) -> Optional[_window.Window]:
+    """That of a mask, if it is one that the formula of an implementation is for, with nothing laid
+    over it.
+    """
+    size, formula = call.get("local_size"), _FORMULAS.get(name)
+    if size is None or formula is None or call.get("use_vmap"):
+        return None
+    if ("allow_is_bidirectional_skip" in call) != formula.both_ways:
+        return None
+    return formula.window(size) if call.get("allow_is_bidirectional_skip", True) else None
 
 
 def _text_model(module: torch.nn.Module) -> Optional[str]:
@@ -164,8 +211,9 @@ def _mask_calls(
     return calls
 
 
-def _same_tokens(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+def _same_tokens(*args, **kwargs) -> torch.Tensor:
     """For embeddings, norms and the like: their values have no say in the mask."""
+    x = next(each for each in (*args, *kwargs.values()) if each is not None)
     return x if x.is_floating_point() else _probe.random(*x.shape, 8)
 
 
@@ -177,10 +225,10 @@ def _may_be_skipped(call: dict) -> bool:
 def _register(masking: ModuleType) -> None:
     attention = sys.modules["transformers.modeling_utils"].AttentionInterface
     sdpa = masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    for name in (_CAUSAL, _WINDOWS, _UNMASKED):
-        masking.AttentionMaskInterface.register(name, _mask_function(sdpa, name))
-    masking.AttentionMaskInterface.register(_MARKED, _eager_mask_function(sdpa))
-    for name in (_CAUSAL, _WINDOWS, _UNMASKED, _MARKED):
+    functions = {name: _mask_function(sdpa, name) for name in (_CAUSAL, _UNMASKED, *_FORMULAS)}
+    functions |= {name + _MARKED: _eager_mask_function(sdpa, name) for name in _FORMULAS}
+    for name, function in functions.items():
+        masking.AttentionMaskInterface.register(name, function)
         attention.register(name, _attention_function(attention()["sdpa"]))
 
 
@@ -233,11 +281,11 @@ def _mask_function(sdpa: Callable, name: str) -> Callable:
 
     def mask(**kwargs) -> Optional[torch.Tensor]:
         queries, keys = kwargs["q_length"], kwargs["kv_length"]
-        window = kwargs.get("local_size")
+        size, window = kwargs.get("local_size"), _window_of(kwargs, name)
         if kwargs.get("attention_mask") is not None or kwargs.get("use_vmap"):
             return sdpa(**kwargs)
-        if window is not None and keys >= window:
-            if name == _WINDOWS and _has_kernel(kwargs):
+        if size is not None and keys >= size:
+            if window is not None and _has_kernel(kwargs):
                 return _window.stand_in(window, torch.device(kwargs["device"]))
             return sdpa(**kwargs)
         if "allow_is_bidirectional_skip" in kwargs:  # nothing is masked, unless it is laid over
@@ -254,15 +302,16 @@ def _mask_function(sdpa: Callable, name: str) -> Callable:
 
 
 @cache
-def _eager_mask_function(sdpa: Callable) -> Callable:
+def _eager_mask_function(sdpa: Callable, name: str) -> Callable:
     """As the mask function of `sdpa`. Masks of windows are marked where values say that it is all
     that they are.
     """
 
     def mask(**kwargs) -> Optional[torch.Tensor]:
         made, given = sdpa(**kwargs), kwargs.get("attention_mask")
-        window = kwargs.get("local_size")
-        if made is None or window is None or not _may_be_skipped(kwargs):
+        window = _window_of(kwargs, name)
+        packed = name == _WINDOWS and not _may_be_skipped(kwargs)
+        if made is None or window is None or packed:
             return made
         if _has_kernel(kwargs) and (given is None or _is_of_ones(given)):
             _window.mark(made, window)
@@ -322,8 +371,8 @@ def _forward(kind: type, own: Optional[Callable], name: str, child: Optional[str
             given = {k for k, v in (*zip(names, args), *kwargs.items()) if v is not None}
             known = _KNOWN | {"position_ids"} if "past_key_values" in given else _KNOWN
             config._attn_implementation = name if given <= known else _UNMASKED
-        elif name == _WINDOWS and _is_eager(self, child):
-            config._attn_implementation = _MARKED
+        elif name in _FORMULAS and _is_eager(self, child):
+            config._attn_implementation = name + _MARKED
         else:
             return inner(self, *args, **kwargs)
         try:
@@ -332,7 +381,7 @@ def _forward(kind: type, own: Optional[Callable], name: str, child: Optional[str
             config._attn_implementation = "sdpa"
 
     forward.__signature__ = signature
-    what = BOTH_WAYS if name == _UNMASKED else WHAT
+    what = BOTH_WAYS if name in (_UNMASKED, _BOTH_WAYS_WINDOWS) else WHAT
     if own is not None:
         what = f"{replacement(own)} and {what}"
     return around(own, marked(what, forward))

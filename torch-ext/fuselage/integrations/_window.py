@@ -1,5 +1,5 @@
-"""Causal attention over a sliding window, without a mask: PyTorch's flash attention has windows,
-though `scaled_dot_product_attention` does not hand them on.
+"""Attention over a sliding window, causal or both ways, without a mask: PyTorch's flash attention
+has windows, though `scaled_dot_product_attention` does not hand them on.
 
 It skips what lies outside of the window, where attention with a mask multiplies all tokens by all
 tokens and reads the mask besides.
@@ -8,7 +8,7 @@ tokens and reads the mask besides.
 from __future__ import annotations
 
 from functools import cache
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 
@@ -18,46 +18,69 @@ _HALF = (torch.float16, torch.bfloat16)
 _flash = torch.ops.aten._flash_attention_forward.default
 
 
-def stand_in(window: int, device: torch.device) -> torch.Tensor:
+class Window(NamedTuple):
+    """How many tokens a query attends to before its own, and after it."""
+
+    left: int
+    right: int
+
+
+def causal(size: int) -> Window:
+    """Of `size` tokens, the query's own is the last."""
+    return Window(size - 1, 0)
+
+
+def both_ways(distance: int) -> Window:
+    """Tokens as far away as `distance`, and nearer ones."""
+    return Window(distance, distance)
+
+
+def both_ways_below(distance: int) -> Window:
+    """Tokens nearer than `distance`."""
+    return Window(distance - 1, distance - 1)
+
+
+def stand_in(window: Window, device: torch.device) -> torch.Tensor:
     """What goes through a model in place of the mask of a window: without elements, so that nobody
-    takes it for a mask. A token attends to `window` tokens, of which it is the last.
+    takes it for a mask.
     """
-    return torch.empty((1, 1, window, 0), dtype=torch.bool, device=device)
+    return torch.empty((1, *window, 0), dtype=torch.bool, device=device)
 
 
 def is_stand_in(mask: Optional[torch.Tensor]) -> bool:
     return mask is not None and mask.dim() == 4 and mask.shape[3] == 0
 
 
-def window_of(mask: Optional[torch.Tensor]) -> Optional[int]:
+def window_of(mask: Optional[torch.Tensor]) -> Optional[Window]:
     """That of a stand-in, or of a mask that was marked; None of others."""
     if is_stand_in(mask):
-        return mask.shape[2]
+        return Window(mask.shape[1], mask.shape[2])
     # Compiled layers of an eager model are given masks, too.
     return None if torch.compiler.is_compiling() else getattr(mask, _MARK, None)
 
 
-def mark(mask: torch.Tensor, window: int) -> None:
+def mark(mask: torch.Tensor, window: Window) -> None:
     """Says that a mask is that of a window. Whoever does not ask has the mask."""
     setattr(mask, _MARK, window)
 
 
-def mask_of(window: int, tokens: int, device: torch.device) -> torch.Tensor:
+def mask_of(window: Window, tokens: int, device: torch.device) -> torch.Tensor:
     positions = torch.arange(tokens, device=device)
     return _is_inside(positions, positions, window)
 
 
-def _is_inside(queries: torch.Tensor, keys: torch.Tensor, window: int) -> torch.Tensor:
+def _is_inside(queries: torch.Tensor, keys: torch.Tensor, window: Window) -> torch.Tensor:
     """The mask of these positions, `[1, 1, queries, keys]`."""
     back = queries[:, None] - keys
-    return ((back >= 0) & (back < window))[None, None]
+    return ((back >= -window.right) & (back <= window.left))[None, None]
 
 
-def is_window(mask_function, window: int) -> bool:
+def is_window(mask_function, window: Window) -> bool:
     """Whether a mask function of transformers is `mask_of`, as far as some tokens show."""
-    tokens = 2 * window + 3
+    size = max(window) + 1
+    tokens = 2 * size + 3
     keys = torch.arange(tokens)
-    near = {0, 1, window - 1, window, window + 1, 2 * window, tokens - 1}
+    near = {0, 1, size - 1, size, size + 1, 2 * size, tokens - 1}
     queries = torch.tensor(sorted(near))
     zero = torch.zeros((1, 1, 1, 1), dtype=torch.long)
     try:
@@ -116,7 +139,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    window: int,
+    window: Window,
     scale: Optional[float],
 ) -> torch.Tensor:
     """`[batch, tokens, heads, dim]`, of `[batch, heads, tokens, dim]` and as many or fewer heads of
@@ -125,8 +148,8 @@ def attend(
     heads_last = (x.transpose(1, 2) for x in (query, key, value))
     tokens = query.shape[2]
     return _flash(
-        *(*heads_last, None, None, tokens, tokens, 0.0, True, False),
+        *(*heads_last, None, None, tokens, tokens, 0.0, window.right == 0, False),
         scale=scale,
-        window_size_left=window - 1,
-        window_size_right=0,
+        window_size_left=window.left,
+        window_size_right=window.right,
     )[0]
