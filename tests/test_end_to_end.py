@@ -29,7 +29,7 @@ def main(fuselage, monkeypatch):
 
 @pytest.mark.slow
 def test_it_verifies_times_and_writes(main, tmp_path, capsys):
-    names = ["llama-prefill", "llama-decode", "llama-training", "bert"]
+    names = ["llama-prefill", "llama-decode", "llama-training", "bert", "modernbert"]
     if find_spec("diffusers"):
         names += ["ltx-video", "flux", "flux2", "qwen-image", "wan"]
         names += ["sdxl-vae", "flux-vae-channels-last"]

@@ -310,27 +310,47 @@ def training_loss(
     )
 
 
-def encoding(device: str, quick: bool, layers: int | None, exact: bool = False) -> Scenario:
-    """The hidden states of an encoder."""
-    from transformers import BertConfig, BertModel
+# By the name of their classes. Batch and tokens are what is timed.
+ENCODERS = {
+    "Bert": {
+        **{"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16},
+        **{"num_hidden_layers": 24, "batch": 32, "tokens": 512},
+    },
+    "ModernBert": {
+        **{"hidden_size": 1024, "intermediate_size": 2624, "num_attention_heads": 16},
+        **{"num_hidden_layers": 28, "local_attention": 128, "batch": 8, "tokens": 4096},
+    },
+}
+SMALL_ENCODER = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
+    **{"num_hidden_layers": 2, "batch": 2, "tokens": 16},
+}
 
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
-    if quick:
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    all_layers = 2 if quick else 24
+
+def encoding(
+    device: str, quick: bool, layers: int | None, exact: bool = False, kind: str = "Bert"
+) -> Scenario:
+    """The hidden states of an encoder."""
+    import transformers
+
+    sizes = {**ENCODERS[kind], **(SMALL_ENCODER if quick else {})}
+    batch, tokens = sizes.pop("batch"), sizes.pop("tokens")
+    all_layers = sizes["num_hidden_layers"]
     sizes["num_hidden_layers"] = layers or all_layers
     notes = [] if layers is None else [f"{layers} of {all_layers} layers"]
     dtype = torch.float32 if quick or exact else torch.bfloat16
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    options = {"add_pooling_layer": False} if kind == "Bert" else {}
     with created_on(device, dtype):
-        model = BertModel(BertConfig(**sizes), add_pooling_layer=False).eval()
-    batch, tokens = (2, 16) if quick else (32, 512)
+        model = getattr(transformers, f"{kind}Model")(config, **options).eval()
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=device)
 
     @torch.no_grad()
     def step(call: Callable) -> torch.Tensor:
         return call(input_ids=ids).last_hidden_state
 
-    title = "small BERT" if quick else "BERT-large shape"
+    name = kind.replace("Bert", "BERT")
+    title = f"small {name}" if quick else f"{name}-large shape"
     return Scenario(
         title=f"{title}, {'fp32' if quick or exact else 'bf16'}: {batch}x{tokens} tokens",
         model=model,
@@ -352,7 +372,7 @@ SCENARIOS: dict[str, Callable[..., Scenario]] = {
     "llama-prefill": prefill,
     "llama-decode": decode,
     "llama-training": training,
-    "bert": encoding,
+    **{kind.lower(): partial(encoding, kind=kind) for kind in ENCODERS},
     **{kind: partial(denoising, kind=kind) for kind in DENOISERS},
     **{kind: partial(decoding, kind=kind) for kind in AUTOENCODERS},
     **{
