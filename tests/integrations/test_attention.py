@@ -21,6 +21,7 @@ ARCHITECTURES = (
     "llama4_text",
     "minimax",
     "mixtral",
+    "modernbert-decoder",
     "olmo_hybrid",
     "qwen3_moe",
     "whisper",

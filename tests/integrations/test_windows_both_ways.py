@@ -28,6 +28,11 @@ NAMES = {
         **{"hidden_size_per_layer_input": 16, "embedding_dim": 32, "global_head_dim": 16},
         "layer_types": (SLIDING, FULL),
     },
+    # EmbeddingGemma. Its masks are causal ones with an overlay, and it halves the size of a window.
+    "Gemma3Text": {
+        **{"sliding_window": 2 * DISTANCE, "num_key_value_heads": 2, "head_dim": 16},
+        **{"use_bidirectional_attention": True, "layer_types": (SLIDING, FULL)},
+    },
 }
 
 
@@ -176,10 +181,11 @@ def given_masks(ids) -> dict:
     }
 
 
+@pytest.mark.parametrize("name", ["ModernBert", "Gemma3Text"])
 @pytest.mark.parametrize("mode", ["compiled", "eager"])
 @pytest.mark.parametrize("given", ["padding", "4d", "mapping"])
-def test_masks_that_are_given_stay(fuselage, integration, window, device, given, mode):
-    exact, plain, patched = models(integration, device=device)
+def test_masks_that_are_given_stay(fuselage, integration, window, device, given, mode, name):
+    exact, plain, patched = models(integration, name, device)
     ids = tokens(8, COLUMNS, device)
     inputs, rows = given_masks(ids)[given]
     call = right(plain, exact, ids, rows, **inputs)
@@ -249,6 +255,61 @@ def test_another_function_of_the_model_keeps_the_masks(integration, window, monk
     assert seen == [None, "mask"]
 
 
+@pytest.mark.parametrize("mode", ["compiled", "eager"])
+def test_packed_sequences_keep_their_masks(fuselage, integration, window, device, mode):
+    """Of causal models, to which those with overlays belong, positions that start anew are others;
+    encoders take no notice."""
+    exact, plain, patched = models(integration, "Gemma3Text", device)
+    positions = torch.cat([torch.arange(15), torch.arange(COLUMNS - 15)]).expand(8, -1).to(device)
+    inputs = {"position_ids": positions, "use_cache": False}
+    call = right(plain, exact, tokens(8, COLUMNS, device), **inputs)
+    assert calls_of(fuselage, patched, mode, call) == 0
+    exact, plain, patched = models(integration, "ModernBert", device)
+    call = right(plain, exact, tokens(8, COLUMNS, device), position_ids=positions)
+    assert calls_of(fuselage, patched, mode, call) == (mode == "eager")
+
+
+@pytest.mark.parametrize("columns", [DISTANCE, DISTANCE + 1, DISTANCE + 2])
+def test_an_overlay_over_a_few_tokens(fuselage, integration, window, device, columns):
+    """All of them are within the window, or two of them are not."""
+    exact, plain, patched = models(integration, "Gemma3Text", device)
+    run, seen = compiled(patched)
+    call = right(plain, exact, tokens(8, columns, device))
+    call(run)
+    assert seen == [BOTH if columns > DISTANCE else None, None]
+    assert calls_of(fuselage, patched, "eager", call) == (columns > DISTANCE + 1)
+
+
+@pytest.mark.parametrize("change", ["window", "rest", "attention"])
+def test_another_overlay_keeps_the_masks(fuselage, integration, window, monkeypatch, change):
+    """Of a window, of what has none, and of attention that is causal where it has no mask."""
+    from transformers.models.gemma3 import modeling_gemma3
+
+    if change == "window":
+        overlay = modeling_gemma3._bidirectional_window_overlay
+        name = "_bidirectional_window_overlay"
+        monkeypatch.setattr(modeling_gemma3, name, lambda size: overlay(size - 1))
+    elif change == "rest":
+        make = modeling_gemma3.create_causal_mask
+
+        def nearer(*args, or_mask_function, **kwargs):
+            return make(*args, or_mask_function=lambda b, h, q, k: k - q < 500, **kwargs)
+
+        monkeypatch.setattr(modeling_gemma3, "create_causal_mask", nearer)
+    else:
+        init = modeling_gemma3.Gemma3Attention.__init__
+
+        def causal(self, *args, **kwargs):
+            init(self, *args, **kwargs)
+            self.is_causal = True
+
+        monkeypatch.setattr(modeling_gemma3.Gemma3Attention, "__init__", causal)
+    exact, plain, patched = models(integration, "Gemma3Text")
+    assert "forward" not in vars(patched)
+    call = right(plain, exact, tokens(8, COLUMNS))
+    assert calls_of(fuselage, patched, "eager", call) == 0
+
+
 def test_a_mask_that_must_be_made_is_made(integration, window):
     """As one that the model wants to append to another."""
     from transformers import masking_utils as masking
@@ -269,20 +330,24 @@ def test_a_mask_that_must_be_made_is_made(integration, window):
         assert window.window_of(functions[which](**across)) is None
 
 
-def test_a_causal_model_that_is_told_to_look_both_ways_later(integration, window):
-    """Its window was not compared: it keeps its mask."""
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_causal_model_that_is_told_to_look_both_ways(integration, window, when):
+    """Told after the patch, its window was not compared: it keeps its mask."""
     from integrations.models import build
 
     plain = build("Mistral", sliding_window=DISTANCE).bfloat16()
     patched = copy.deepcopy(plain)
-    integration.patch(patched)
+    if when == "after":
+        integration.patch(patched)
     for model in (plain, patched):
         model.config.is_causal = False
         for layer in model.model.layers:
             layer.self_attn.is_causal = False
+    if when == "before":
+        integration.patch(patched)
     run, seen = compiled(patched)
     ids = tokens(2, COLUMNS)
     with torch.no_grad():
         actual, expected = (m(input_ids=ids, use_cache=False).logits for m in (run, plain))
     torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
-    assert seen == ["mask"] * 2
+    assert seen == [BOTH if when == "before" else "mask"] * 2

@@ -39,6 +39,7 @@ _CAUSAL = f"{__name__}.causal"  # the names of attention implementations
 _UNMASKED = f"{__name__}.unmasked"
 _WINDOWS = f"{__name__}.windows"
 _BOTH_WAYS_WINDOWS = f"{__name__}.both_ways_windows"
+_OVERLAID = f"{__name__}.overlaid"  # Gemma 3 as an encoder
 _RECORDED = f"{__name__}.recorded"
 
 
@@ -48,16 +49,19 @@ class _Formula(NamedTuple):
     Args:
         window: Of the `local_size` that transformers hands to a mask function.
         both_ways: Whether transformers is asked for a mask that looks both ways.
+        overlaid: Whether it is asked for a causal one, over which the model lays what comes after.
     """
 
     window: Callable[[int], _window.Window]
-    both_ways: bool
+    both_ways: bool = False
+    overlaid: bool = False
 
 
 # By the implementation of a compiled model. That of an eager one has `_MARKED` after it.
 _FORMULAS = {
-    _WINDOWS: _Formula(_window.causal, both_ways=False),
+    _WINDOWS: _Formula(_window.causal),
     _BOTH_WAYS_WINDOWS: _Formula(_window.both_ways, both_ways=True),
+    _OVERLAID: _Formula(_window.both_ways_below, overlaid=True),
 }
 _MARKED = ".marked"
 
@@ -109,12 +113,20 @@ def _implementation(
     module: torch.nn.Module, masking: ModuleType, child: Optional[str]
 ) -> Optional[str]:
     """The name of that which the model is compiled with; None of a model whose masks stay."""
-    if calls := _causal_calls(module, masking, child):
-        return _WINDOWS if _has_windows(calls, _WINDOWS) else _CAUSAL
-    if child is not None or not _looks_both_ways(type(module), masking):
+    is_decoder = inspect.signature(type(module).forward).parameters.keys() >= _ASKED_OF
+    looks_both_ways = child is None and _looks_both_ways(type(module), masking)
+    if not is_decoder and not looks_both_ways:
         return None
-    calls = _mask_calls(module, masking, None) if _layers(module, None) else []
-    return _BOTH_WAYS_WINDOWS if _has_windows(calls, _BOTH_WAYS_WINDOWS) else _UNMASKED
+    calls = _mask_calls(module, masking, child) if _layers(module, child) else []
+    if is_decoder and calls and all(_may_be_skipped(call) for call in calls):
+        return _WINDOWS if _has_windows(calls, _WINDOWS) else _CAUSAL
+    if child is not None:
+        return None
+    if is_decoder and _has_windows(calls, _OVERLAID) and _is_open_beside(module, calls):
+        return _OVERLAID
+    if _has_windows(calls, _BOTH_WAYS_WINDOWS):
+        return _BOTH_WAYS_WINDOWS
+    return _UNMASKED if looks_both_ways else None
 
 
 def _has_windows(calls: list[dict], name: str) -> bool:
@@ -128,15 +140,28 @@ def _has_windows(calls: list[dict], name: str) -> bool:
 
 
 def _window_of(call: dict, name: str) -> Optional[_window.Window]:
-    """That of a mask, if it is one that the formula of an implementation is for, with nothing laid
-    over it.
-    """
+    """That of a mask, if it is one that the formula of an implementation is for."""
     size, formula = call.get("local_size"), _FORMULAS.get(name)
-    if size is None or formula is None or call.get("use_vmap"):
+    if size is None or formula is None:
         return None
     if ("allow_is_bidirectional_skip" in call) != formula.both_ways:
         return None
+    if bool(call.get("use_vmap")) != formula.overlaid:
+        return None
     return formula.window(size) if call.get("allow_is_bidirectional_skip", True) else None
+
+
+def _is_open_beside(module: torch.nn.Module, calls: list[dict]) -> bool:
+    """Whether the masks of a model with overlays mask nothing but windows, and its attention
+    without a mask is not causal.
+    """
+    parts = [part for layers in _layers(module, None) for part in layers.modules()]
+    causal = [part.is_causal for part in parts if hasattr(part, "is_causal")]
+    return not any(causal) and all(
+        call.get("use_vmap") and _window.is_open(call["mask_function"])
+        for call in calls
+        if call.get("local_size") is None
+    )
 
 
 def _text_model(module: torch.nn.Module) -> Optional[str]:
@@ -153,16 +178,6 @@ def _text_model(module: torch.nn.Module) -> Optional[str]:
 def _layers(module: torch.nn.Module, child: Optional[str]) -> list[torch.nn.ModuleList]:
     children = (module if child is None else module._modules[child])._modules.values()
     return [each for each in children if isinstance(each, torch.nn.ModuleList)]
-
-
-def _causal_calls(module: torch.nn.Module, masking: ModuleType, child: Optional[str]) -> list[dict]:
-    """What it asks of mask functions, if it holds the layers of a causal language model."""
-    if not inspect.signature(type(module).forward).parameters.keys() >= _ASKED_OF:
-        return []
-    if not _layers(module, child):
-        return []
-    calls = _mask_calls(module, masking, child)
-    return calls if all(_may_be_skipped(call) for call in calls) else []
 
 
 @cache
@@ -282,12 +297,14 @@ def _mask_function(sdpa: Callable, name: str) -> Callable:
     def mask(**kwargs) -> Optional[torch.Tensor]:
         queries, keys = kwargs["q_length"], kwargs["kv_length"]
         size, window = kwargs.get("local_size"), _window_of(kwargs, name)
-        if kwargs.get("attention_mask") is not None or kwargs.get("use_vmap"):
+        if kwargs.get("attention_mask") is not None:
             return sdpa(**kwargs)
         if size is not None and keys >= size:
             if window is not None and _has_kernel(kwargs):
                 return _window.stand_in(window, torch.device(kwargs["device"]))
             return sdpa(**kwargs)
+        if kwargs.get("use_vmap"):
+            return None if _is_open(kwargs, name) else sdpa(**kwargs)
         if "allow_is_bidirectional_skip" in kwargs:  # nothing is masked, unless it is laid over
             return None if kwargs["allow_is_bidirectional_skip"] else sdpa(**kwargs)
         # The offset of a static cache is a tensor, whose value is not known.
@@ -308,8 +325,10 @@ def _eager_mask_function(sdpa: Callable, name: str) -> Callable:
     """
 
     def mask(**kwargs) -> Optional[torch.Tensor]:
-        made, given = sdpa(**kwargs), kwargs.get("attention_mask")
-        window = _window_of(kwargs, name)
+        given, window = kwargs.get("attention_mask"), _window_of(kwargs, name)
+        if _is_open(kwargs, name) and (given is None or _is_of_ones(given)):
+            return None
+        made = sdpa(**kwargs)
         packed = name == _WINDOWS and not _may_be_skipped(kwargs)
         if made is None or window is None or packed:
             return made
@@ -318,6 +337,14 @@ def _eager_mask_function(sdpa: Callable, name: str) -> Callable:
         return made
 
     return mask
+
+
+def _is_open(mask: dict, name: str) -> bool:
+    """Whether an overlay leaves nothing masked: it has no window, or all tokens are within it."""
+    if name != _OVERLAID or not mask.get("use_vmap") or not _is_whole(mask):
+        return False
+    size = mask.get("local_size")
+    return size is None or mask["kv_length"] <= size
 
 
 def _is_of_ones(given: torch.Tensor) -> bool:
@@ -330,11 +357,16 @@ def _is_of_ones(given: torch.Tensor) -> bool:
 
 
 def _has_kernel(mask: dict) -> bool:
-    """Whether windows have a kernel, and these are of all tokens, with none before them."""
-    offset = mask.get("q_offset", 0)
-    whole = mask["q_length"] == mask["kv_length"] and not isinstance(offset, torch.Tensor)
+    """Whether windows have a kernel, which takes masks of all tokens."""
     device, dtype = torch.device(mask["device"]), mask.get("dtype")
-    return whole and offset == 0 and _window.has_kernel(device, dtype)
+    return _is_whole(mask) and _window.has_kernel(device, dtype)
+
+
+def _is_whole(mask: dict) -> bool:
+    """Whether it is of all tokens, with none before them."""
+    offset = mask.get("q_offset", 0)
+    known = not isinstance(offset, torch.Tensor)
+    return known and offset == 0 and mask["q_length"] == mask["kv_length"]
 
 
 def _is_eager(model: torch.nn.Module, child: Optional[str]) -> bool:
@@ -367,11 +399,11 @@ def _forward(kind: type, own: Optional[Callable], name: str, child: Optional[str
         config = (self if child is None else self._modules[child]).config
         if config._attn_implementation != "sdpa":
             return inner(self, *args, **kwargs)
+        given = {k for k, v in (*zip(names, args), *kwargs.items()) if v is not None}
+        known = _KNOWN | {"position_ids"} if "past_key_values" in given else _KNOWN
         if torch.compiler.is_dynamo_compiling():
-            given = {k for k, v in (*zip(names, args), *kwargs.items()) if v is not None}
-            known = _KNOWN | {"position_ids"} if "past_key_values" in given else _KNOWN
             config._attn_implementation = name if given <= known else _UNMASKED
-        elif name in _FORMULAS and _is_eager(self, child):
+        elif name in _FORMULAS and (given <= known or name != _OVERLAID) and _is_eager(self, child):
             config._attn_implementation = name + _MARKED
         else:
             return inner(self, *args, **kwargs)
@@ -381,7 +413,7 @@ def _forward(kind: type, own: Optional[Callable], name: str, child: Optional[str
             config._attn_implementation = "sdpa"
 
     forward.__signature__ = signature
-    what = BOTH_WAYS if name in (_UNMASKED, _BOTH_WAYS_WINDOWS) else WHAT
+    what = WHAT if name in (_CAUSAL, _WINDOWS) else BOTH_WAYS
     if own is not None:
         what = f"{replacement(own)} and {what}"
     return around(own, marked(what, forward))

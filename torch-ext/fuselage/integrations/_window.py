@@ -79,15 +79,25 @@ def is_window(mask_function, window: Window) -> bool:
     """Whether a mask function of transformers is `mask_of`, as far as some tokens show."""
     size = max(window) + 1
     tokens = 2 * size + 3
-    keys = torch.arange(tokens)
     near = {0, 1, size - 1, size, size + 1, 2 * size, tokens - 1}
-    queries = torch.tensor(sorted(near))
+    return _agrees(mask_function, window, torch.tensor(sorted(near)), torch.arange(tokens))
+
+
+def is_open(mask_function) -> bool:
+    """Whether a mask function of transformers masks nothing, as far as some tokens show."""
+    positions = torch.tensor([0, 1, 2, 10, 10**3, 10**6])
+    return _agrees(mask_function, both_ways(10**6), positions, positions)
+
+
+def _agrees(mask_function, window: Window, queries: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Whether it masks what is outside of the window, for these positions."""
     zero = torch.zeros((1, 1, 1, 1), dtype=torch.long)
     try:
         made = mask_function(zero, zero, queries[None, None, :, None], keys[None, None, None])
     except Exception:  # whatever a model lays over its mask
         return False
-    return torch.equal(made.expand(1, 1, len(queries), tokens), _is_inside(queries, keys, window))
+    expected = _is_inside(queries, keys, window)
+    return torch.equal(made.expand(expected.shape), expected)
 
 
 # NOTE: models are traced through both, and Dynamo does not look into what they ask.
