@@ -132,6 +132,8 @@ def test_a_window_is_seen_by_its_function(integration, device):
             assert not module.is_window(chunks, causal)
         both_ways = masking.sliding_window_bidirectional_mask_function(size)
         assert not module.is_window(both_ways, causal)
+    nothing = masking.sliding_window_causal_mask_function(-1)
+    assert not module.is_window(nothing, module.causal(-1))
 
 
 @pytest.mark.parametrize("given", ["attention_mask", "position_ids", "4d"])
@@ -223,7 +225,8 @@ def test_eager(fuselage, integration, window, device, name):
     ones = torch.ones_like(ids)
     with torch.no_grad():
         theirs, right = (m(input_ids=ids).logits for m in (plain, exact))
-        for inputs in ({}, {"attention_mask": ones}, {"use_cache": False}):
+        others = ({"use_cache": False}, {"output_attentions": False})
+        for inputs in ({}, {"attention_mask": ones}, *others):
             called, ours = counted(fuselage, partial(logits_of, patched, ids, inputs))
             assert_no_farther(*(lambda _, r=r: r for r in (ours, theirs, right)), seeds=1)
             assert called == len([w for w in windows_of(plain) if w])
@@ -251,7 +254,7 @@ def test_eager_masks_that_are_more(fuselage, integration, window, device, given)
     assert called == 0
 
 
-@pytest.mark.parametrize("again", [None, "transformers", "torch"])
+@pytest.mark.parametrize("again", [None, "transformers", "torch", "FSDP2"])
 def test_eager_training(fuselage, integration, window, device, again):
     """Layers that run again in the backward are told of no window: the model is not, then."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
@@ -261,10 +264,14 @@ def test_eager_training(fuselage, integration, window, device, again):
         model.train()
         if again == "transformers":
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        elif again == "torch":
+        elif again is not None:
             checkpoint_wrapper.apply_activation_checkpointing(
                 model, check_fn=lambda m: hasattr(m, "self_attn")
             )
+        if again == "FSDP2":  # as fully_shard does
+            for layer in model.model.layers:
+                kind = type(layer)
+                layer.__class__ = type(f"FSDP{kind.__name__}", (kind,), {})
     used = []
 
     def gradients(model, seed):
@@ -319,8 +326,9 @@ def test_a_mask_with_something_laid_over_it_is_made(integration, window, name):
     )
     options = {"batch_size": 1, "q_length": 6, "kv_length": 6, "q_offset": 0, "kv_offset": 0}
     options |= {"mask_function": overlaid, "use_vmap": True, "allow_is_causal_skip": False}
-    made = function(**options, device="cpu", dtype=torch.bfloat16)
-    assert made is not None and made[0, 0, 0, 2] and not made[0, 0, 0, 3]
+    for size in (None, 6):
+        made = function(**options, local_size=size, device="cpu", dtype=torch.bfloat16)
+        assert made is not None and made[0, 0, 0, 2] and not made[0, 0, 0, 3]
 
 
 def test_another_formula_has_no_kernel(integration, window):

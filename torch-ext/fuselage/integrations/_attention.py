@@ -259,7 +259,7 @@ def _attention_function(sdpa: Callable) -> Callable:
 
     def attention(module, query, key, value, attention_mask, **kwargs):
         batch, heads, queries, _ = query.shape
-        others = {k for k, v in kwargs.items() if v is not None} & _CHANGES
+        others = {k for k, v in kwargs.items() if v is not None and v is not False} & _CHANGES
         window = _window.window_of(attention_mask)
         if window is not None:
             dropout = kwargs.get("dropout", 0.0)
@@ -379,11 +379,13 @@ def _is_eager(model: torch.nn.Module, child: Optional[str]) -> bool:
         return True
     layers = [layer for each in _layers(model, child) for layer in each._modules.values()]
     parts = [*layers, *(part for layer in layers for part in layer._modules.values())]
-    return not any(
-        vars(part).get("gradient_checkpointing") or type(part).__name__ == "CheckpointWrapper"
-        for part in parts
-        if part is not None
-    )
+    return not any(_runs_again(part) for part in parts if part is not None)
+
+
+def _runs_again(part: torch.nn.Module) -> bool:
+    """Whether it is checkpointed. FSDP2 makes subclasses, of the wrapper as well."""
+    names = {kind.__name__ for kind in type(part).__mro__}
+    return bool(vars(part).get("gradient_checkpointing")) or "CheckpointWrapper" in names
 
 
 @cache

@@ -77,6 +77,8 @@ def _is_inside(queries: torch.Tensor, keys: torch.Tensor, window: Window) -> tor
 
 def is_window(mask_function, window: Window) -> bool:
     """Whether a mask function of transformers is `mask_of`, as far as some tokens show."""
+    if min(window) < 0:
+        return False
     size = max(window) + 1
     tokens = 2 * size + 3
     near = {0, 1, size - 1, size, size + 1, 2 * size, tokens - 1}
