@@ -335,6 +335,103 @@ def test_diffusers(fuselage, name):
         assert torch.equal(model(**inputs)[0], expected)
 
 
+def patched_ltx(fuselage, option="fp8"):
+    """A model, what goes into it, and its feed-forwards."""
+    pytest.importorskip("diffusers")
+    from integrations import test_diffusers
+
+    model, inputs = test_diffusers.ltx()
+    report = fuselage.integrations.diffusers.patch(model.eval(), linear=option)
+    handing = [n for n, what in report.replaced.items() if what == "gelu_tanh_quant"]
+    assert handing == [f"transformer_blocks.{i}.ff" for i in range(2)], str(report)
+    return model, inputs, [model.get_submodule(name) for name in handing]
+
+
+def counted(model, inputs) -> tuple[torch.Tensor, int]:
+    """What it computes, and how many activations hand their result over."""
+    with torch.no_grad(), Calls() as calls:
+        found = model(**inputs)[0]
+    return found, calls.counts["gelu_tanh_quant"]
+
+
+@pytest.mark.parametrize("option", ["fp8", "fp8_blockwise"])
+def test_a_feed_forward_hands_its_activation_over(fuselage, monkeypatch, option):
+    """With the bits of one that does not."""
+    model, inputs, ffs = patched_ltx(fuselage, option)
+    found, count = counted(model, inputs)
+    assert count == 2
+    forward = type(ffs[0]).forward
+    for ff in ffs:
+        monkeypatch.setattr(ff, "forward", forward.__get__(ff))
+    expected, count = counted(model, inputs)
+    assert count == 0 and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("child", [0, 1, 2])
+def test_a_feed_forward_whose_layers_have_hooks_calls_them(fuselage, child):
+    model, inputs, ffs = patched_ltx(fuselage)
+    expected, _ = counted(model, inputs)
+    seen = []
+    ffs[1].net[child].register_forward_hook(lambda module, given, made: seen.append(given[0]))
+    found, count = counted(model, inputs)
+    assert count == 1 and torch.equal(found, expected)
+    assert len(seen) == 1 and isinstance(seen[0], torch.Tensor)
+
+
+def test_a_feed_forward_that_drops_out_or_is_trained_hands_nothing_over(fuselage):
+    model, inputs, ffs = patched_ltx(fuselage)
+    ffs[0].net[1].p = 0.5
+    assert counted(model, inputs)[1] == 2
+    assert counted(model.train(), inputs)[1] == 1
+    x = torch.randn(2, 3, 64, requires_grad=True)
+    with Calls() as calls:
+        ffs[1](x).sum().backward()
+    assert "gelu_tanh_quant" not in calls.counts and x.grad.abs().sum() > 0
+
+
+def test_a_feed_forward_under_autocast(fuselage):
+    """Its projection gives another type than it was given."""
+    _, _, ffs = patched_ltx(fuselage)
+    x = torch.randn(2, 3, 64)
+    with torch.no_grad():
+        expected = ffs[0](x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert error(ffs[0](x).float(), expected) < 0.05
+
+
+def test_a_feed_forward_that_does_more_is_left_alone(fuselage):
+    diffusers = pytest.importorskip("diffusers")
+    from diffusers.models.attention import FeedForward
+
+    class Doubled(FeedForward):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    assert diffusers is not None
+    model = Model(Doubled(64, activation_fn="gelu-approximate"), FeedForward(64))
+    report = fuselage.integrations.diffusers.patch(model, linear="fp8")
+    why = "its forward does more than to call its layers in turn"
+    assert report.left_alone["blocks.0"] == why and "blocks.1" not in report.replaced
+    assert len(linears(report)) == 4
+
+
+@pytest.mark.slow
+def test_a_compiled_feed_forward_hands_over(fuselage):
+    model, inputs, _ = patched_ltx(fuselage)
+    expected, _ = counted(model, inputs)
+    torch._dynamo.reset()
+    names = []
+
+    def backend(graph, _):
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    with torch.no_grad():
+        found = torch.compile(model, backend=backend)(**inputs)[0]
+    assert sum("gelu_tanh_quant" in name for name in names) == 2
+    assert error(found, expected) < 1e-4
+
+
 @pytest.mark.parametrize("kind", ["transformers", "diffusers"])
 def test_which_compiled_models_fuse_the_quantisation(fuselage, kind):
     """Those of transformers, for which it was measured to be faster; copies and casts do, too."""

@@ -57,7 +57,7 @@ class Draw:
     from_head: bool = True
     filters: dict = field(default_factory=dict)
     float8: bool = False  # the weight, with a scale for each row; baselines have it in bfloat16
-    logprobs: bool = False  # of the tokens, too
+    logprobs: bool = False  # of the tokens, too; a case has their exponential, which is not 0
 
     def inputs(self, shape: Shape, device: str) -> tuple[torch.Tensor, ...]:
         batch, vocab, *dim = shape.sizes
@@ -100,7 +100,7 @@ class Draw:
     def with_logprobs(self, tokens: torch.Tensor, logits: torch.Tensor):
         if not self.logprobs:
             return tokens
-        return tokens, torch.log_softmax(logits, -1).gather(1, tokens)
+        return tokens, torch.log_softmax(logits, -1).gather(1, tokens).exp()
 
     def multinomial(self, *inputs: torch.Tensor):
         logits = self.filtered(self.logits(*inputs).float())
@@ -124,7 +124,7 @@ class Draw:
             if self.float8:
                 _, *weights, options["weight_scale"] = weights
             drawn = function(x, *weights, **noise, **options)
-            return drawn[:2] if self.logprobs else drawn
+            return (drawn.tokens, drawn.logprobs.exp()) if self.logprobs else drawn
 
         return draw
 
@@ -141,8 +141,7 @@ class Draw:
     def reference(self, *inputs_and_dtype) -> tuple[torch.Tensor]:
         *inputs, _ = inputs_and_dtype
         tokens = _argmax(self.logits(*inputs)).double()
-        # That of a token that is certain is 0.
-        return (tokens, torch.zeros_like(tokens)) if self.logprobs else (tokens,)
+        return (tokens, torch.ones_like(tokens)) if self.logprobs else (tokens,)
 
     def bytes(self, shape: Shape) -> int:
         """The weight and hidden, or the logits, once."""

@@ -13,6 +13,7 @@ from typing import Optional
 
 import torch
 
+from ._feed_forwards import recognise_feed_forward
 from ._fusion import recognise_fusion
 from ._gates import (
     recognise_activation,
@@ -68,6 +69,8 @@ def patch(pipe: object, *, linear: Optional[str] = None, keep: Sequence[str] = (
     for name, model in _models(pipe):
         patch_modules(model, PARTS, BLOCKS, report=report, prefix=name)
         replace_linears(model, linear, keep, report, name, fuses_quantization=False)
+        if linear is not None:
+            patch_modules(model, (recognise_feed_forward,), report=report, prefix=name)
     return report
 
 
