@@ -331,14 +331,15 @@ def test_a_mask_with_something_laid_over_it_is_made(integration, window, name):
         assert made is not None and made[0, 0, 0, 2] and not made[0, 0, 0, 3]
 
 
-def test_another_formula_has_no_kernel(integration, window):
+def test_another_formula_has_no_kernel(integration, window, device):
     """What transformers refuses for its own attention, it refuses with a window, too."""
     from transformers import AttentionInterface
 
     _, _, patched = models(integration, "Mistral")
     name = f"{integration.__name__.rpartition('.')[0]}._attention.windows.marked"
-    q, k, v = (torch.randn(1, heads, COLUMNS, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    mask = window.mask_of(window.causal(WINDOW), COLUMNS, torch.device("cpu"))
+    options = {"dtype": torch.bfloat16, "device": device}
+    q, k, v = (torch.randn(1, heads, COLUMNS, 16, **options) for heads in (4, 2, 2))
+    mask = window.mask_of(window.causal(WINDOW), COLUMNS, torch.device(device))
     window.mark(mask, window.causal(WINDOW))
     given = (patched.model.layers[0].self_attn, q, k, v, mask)
     out, _ = AttentionInterface()[name](*given, scaling=0.25)

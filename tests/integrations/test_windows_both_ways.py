@@ -310,7 +310,7 @@ def test_another_overlay_keeps_the_masks(fuselage, integration, window, monkeypa
     assert calls_of(fuselage, patched, "eager", call) == 0
 
 
-def test_a_mask_that_must_be_made_is_made(integration, window):
+def test_a_mask_that_must_be_made_is_made(integration, window, device):
     """As one that the model wants to append to another."""
     from transformers import masking_utils as masking
 
@@ -318,7 +318,7 @@ def test_a_mask_that_must_be_made_is_made(integration, window):
     name = f"{integration.__name__.rpartition('.')[0]}._attention.both_ways_windows"
     call = {"batch_size": 1, "q_length": COLUMNS, "kv_length": COLUMNS, "local_size": DISTANCE}
     call |= {"mask_function": masking.sliding_window_bidirectional_mask_function(DISTANCE)}
-    call |= {"allow_is_causal_skip": False, "device": "cpu", "dtype": torch.bfloat16}
+    call |= {"allow_is_causal_skip": False, "device": device, "dtype": torch.bfloat16}
     functions = masking.ALL_MASK_ATTENTION_FUNCTIONS
     for skip in (True, False):
         made = functions[name](**call, allow_is_bidirectional_skip=skip)
@@ -331,11 +331,11 @@ def test_a_mask_that_must_be_made_is_made(integration, window):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_causal_model_that_is_told_to_look_both_ways(integration, window, when):
+def test_a_causal_model_that_is_told_to_look_both_ways(integration, window, device, when):
     """Told after the patch, its window was not compared: it keeps its mask."""
     from integrations.models import build
 
-    plain = build("Mistral", sliding_window=DISTANCE).bfloat16()
+    plain = build("Mistral", sliding_window=DISTANCE).bfloat16().to(device)
     patched = copy.deepcopy(plain)
     if when == "after":
         integration.patch(patched)
@@ -346,7 +346,7 @@ def test_a_causal_model_that_is_told_to_look_both_ways(integration, window, when
     if when == "before":
         integration.patch(patched)
     run, seen = compiled(patched)
-    ids = tokens(2, COLUMNS)
+    ids = tokens(2, COLUMNS).to(device)
     with torch.no_grad():
         actual, expected = (m(input_ids=ids, use_cache=False).logits for m in (run, plain))
     torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
