@@ -248,52 +248,6 @@ void expect_column_blocks(Report& report, const DeviceInfo& device, int blocks, 
                 "blocks of columns");
 }
 
-void rms_norm_backward(const DeviceInfo& device, Report& report) {
-  for_each_types([&](DType x, DType out) {
-    for_each_layout([&](int64_t dim, int64_t rows, int64_t stride, int offset) {
-      for (const bool residual : {false, true}) {
-        RmsNormBackward p{};
-        p.x = at(), p.grad_out = at(offset), p.weight = at(), p.grad_x = p.grad_weight = at();
-        if (residual) p.grad_new_residual = at(offset);
-        p.rows = rows, p.dim = dim;
-        p.x_stride = dim, p.grad_out_stride = p.grad_new_residual_stride = stride;
-        p.x_dtype = x, p.out_dtype = out, p.weight_dtype = DType::float32;
-        report.begin(shape_of(dim, rows, stride, offset, x, out, residual));
-        const int size = dtype_size(x);
-        const bool aligned = has_aligned_kernel(p);
-        expect_aligned(report, is_aligned(p),
-                       {{p.x, dim, dim, size},
-                        {p.grad_out, stride, dim, dtype_size(out)},
-                        {p.grad_new_residual, stride, dim, size},
-                        {p.grad_x, dim, dim, size},
-                        {p.weight, 0, dim, 4}});
-        const BackwardPolicy policy = rms_norm_backward_policy(device, aligned, p);
-        const RowPolicy& row = policy.row;
-        expect_legal_rows(
-            report, device,
-            {row.streamed ? rows : policy.blocks + policy.column_blocks, 1, row.threads_per_row,
-             row.rows_per_block, policy.shared_bytes + kKB, row.cluster},
-            kBackwardThreads);
-        report.expect(policy.blocks >= 1, "no partial sums");
-        if (row.streamed) continue;
-        report.expect(
-            !policy.bulk || (aligned && device.has_bulk_copy && policy.column_blocks == 0),
-            "bulk copies");
-        expect_column_blocks(report, device, policy.column_blocks, 1, row, 16 / size,
-                             policy.shared_bytes, rows * dim);
-        report.expect(policy.stages >= (aligned ? 1 : 2) && policy.stages <= kMaxStages, "stages");
-        const int64_t held = int64_t{row.cluster} * row.threads_per_row * row.vectors * (16 / size);
-        report.expect(held >= dim && row.vectors * (16 / size) <= kBackwardColumns,
-                      "columns without a thread");
-        report.expect(row.cluster == 1 || row.vectors * (16 / size) == kBackwardColumns,
-                      "clusters without a kernel");
-        const int64_t columns = held / row.cluster * row.rows_per_block;
-        report.expect(policy.shared_bytes >= columns * 4, "no room for the weight's gradient");
-      }
-    });
-  });
-}
-
 void ada_norm_forward(const DeviceInfo& device, Report& report) {
   for (const DType dtype : kDTypes) {
     for_each_layout([&](int64_t dim, int64_t rows, int64_t stride, int offset) {
@@ -359,6 +313,34 @@ void expect_row_backward(Report& report, const DeviceInfo& device, const RowBack
                 "no room for the factors");
   expect_column_blocks(report, device, policy.column_blocks, shape.column_sums, row, vector_size,
                        policy.shared_bytes, shape.groups * shape.group_rows * shape.dim);
+}
+
+void rms_norm_backward(const DeviceInfo& device, Report& report) {
+  for_each_types([&](DType x, DType out) {
+    for_each_layout([&](int64_t dim, int64_t rows, int64_t stride, int offset) {
+      for (const bool residual : {false, true}) {
+        RmsNormBackward p{};
+        p.x = at(), p.grad_out = at(offset), p.weight = at(), p.grad_x = p.grad_weight = at();
+        if (residual) p.grad_new_residual = at(offset);
+        p.rows = rows, p.dim = dim;
+        p.x_stride = dim, p.grad_out_stride = p.grad_new_residual_stride = stride;
+        p.x_dtype = x, p.out_dtype = out, p.weight_dtype = DType::float32;
+        report.begin(shape_of(dim, rows, stride, offset, x, out, residual));
+        const int size = dtype_size(x);
+        expect_aligned(report, is_aligned(p),
+                       {{p.x, dim, dim, size},
+                        {p.grad_out, stride, dim, dtype_size(out)},
+                        {p.grad_new_residual, stride, dim, size},
+                        {p.grad_x, dim, dim, size},
+                        {p.weight, 0, dim, 4}});
+        const RowBackwardShape shape = rms_norm_backward_shape(p);
+        const RowBackwardPolicy policy = row_backward_policy(device, shape);
+        expect_row_backward(report, device, shape, policy);
+        report.expect(policy.row.streamed || shape.aligned || policy.stages >= 2,
+                      "nothing is copied ahead");
+      }
+    });
+  });
 }
 
 void ada_norm_backward(const DeviceInfo& device, Report& report) {

@@ -53,8 +53,10 @@ void norms(const DeviceInfo& device, int64_t rows, int64_t dim, std::vector<Outc
     }
     RmsNormBackward p{};
     p.rows = rows, p.dim = dim, p.x_dtype = p.out_dtype = DType::bfloat16;
-    const BackwardPolicy rms = rms_norm_backward_policy(device, aligned, p);
-    const Numbers all = all_of(rms.row) + Numbers{rms.bulk, rms.stages, rms.blocks};
+    RowBackwardShape shape = rms_norm_backward_shape(p);
+    shape.aligned = aligned;
+    const RowBackwardPolicy rms = row_backward_policy(device, shape);
+    const Numbers all = all_of(rms.row) + Numbers{rms.bulk, rms.stages, rms.blocks_per_group};
     out.push_back({"rms_norm backward", all, all});
   }
   AdaNormBackward p{};

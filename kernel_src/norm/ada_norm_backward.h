@@ -86,6 +86,8 @@ struct AdaNormBackwardOp {
   static constexpr int kColumns = ada_norm_backward_columns(kResidual);
   static constexpr bool kFullStages = false;
   static constexpr bool kFactorsInShared = true, kShortRows = !kResidual, kBulk = !kByRow;
+  static constexpr int kLeastVectors = kAdaNormLeastVectors;
+  static constexpr bool kSpreadRows = true;
   using Values = RuntimeValues<T>;
 
   static __device__ __forceinline__ bool factors_by_row(const Params& p) {

@@ -28,6 +28,8 @@
 //     constexpr bool kFullStages;       // stages have room for kThreads: offsets are constants
 //     constexpr bool kFactorsInShared;  // or in registers
 //     constexpr bool kShortRows;        // there are kernels with fewer columns a thread
+//     constexpr int kLeastVectors;      // of a thread in these
+//     constexpr bool kSpreadRows;       // of a block, over its group, where they are aligned
 //     constexpr bool kBulk;             // there are kernels with bulk copies
 //     struct FactorLoading<N, kAligned> { start(p, row, column, dim); finish(.., factors); }
 //     factors_by_row(p)                 // whether each row has its own
@@ -123,10 +125,10 @@ struct RowBackwardThread {
 
   const typename Op::Params& p;
   const RowBackward& launch;
-  const int cluster, stages, statistics_pitch, block_in_row;
+  const int cluster, stages, statistics_bytes, block_in_row;
   const RowColumns columns;
-  int64_t first_row, end, row_step;
-  int lag;  // from the first row of the block to that of this thread
+  int64_t row;      // that is worked on
+  int turns, ours;  // rows that the block has one after the other, and this thread of them
   char* memory;
   float* statistics;  // of this thread's row in the first stage
   RowFactors<Op, kVectors, N> factors;
@@ -134,33 +136,34 @@ struct RowBackwardThread {
   float sums[kVectors][Op::kColumnSums][N];
 
   __device__ __forceinline__ RowBackwardThread(const typename Op::Params& p_,
-                                               const RowBackward& launch_, char* memory_,
-                                               int cluster_, int block_in_row_, int64_t block_row,
-                                               int lag_, int64_t end_,
-                                               const RowBackwardLayout& layout)
+                                               const RowBackward& launch_,
+                                               const RowBackwardLayout& layout, char* memory_,
+                                               int cluster_, int block_in_row_, int64_t first_row,
+                                               int turns_, int ours_)
       : p(p_),
         launch(launch_),
         cluster(cluster_),
         stages(layout.stages),
-        statistics_pitch(layout.statistics_bytes / 4),
+        statistics_bytes(Stages::kBulk     ? 0
+                         : Op::kFullStages ? row_statistics_bytes(Op::kThreads, Op::kStatistics)
+                                           : layout.statistics_bytes),
         block_in_row(block_in_row_),
-        columns{static_cast<int>(launch_.dim),
+        columns(static_cast<int>(launch_.dim),
                 block_in_row_ * kVectors * static_cast<int>(blockDim.x) * N +
                     static_cast<int>(threadIdx.x) * N,
-                static_cast<int>(blockDim.x) * N},
-        first_row(block_row + lag_),
-        end(end_),
-        row_step(launch_.blocks_per_group.value * blockDim.y),
-        lag(lag_),
+                static_cast<int>(blockDim.x) * N, kVectors),
+        row(first_row),
+        turns(turns_),
+        ours(ours_),
         memory(memory_),
         statistics(reinterpret_cast<float*>(memory_) +
                    (threadIdx.y * blockDim.x + threadIdx.x) * Op::kStatistics),
-        factors(reinterpret_cast<float4*>(memory_ + stages * layout.statistics_bytes +
+        factors(reinterpret_cast<float4*>(memory_ + stages * statistics_bytes +
                                           (Op::factors_by_row(p_) ? threadIdx.y : 0) * kVectors *
                                               N * 4 * blockDim.x),
                 Op::factors_by_row(p_)),
-        staged(memory_ + stages * layout.statistics_bytes + layout.factor_bytes, launch_.tensors,
-               columns, first_row, row_step, stages) {
+        staged(memory_ + stages * statistics_bytes + layout.factor_bytes, launch_.tensors, columns,
+               first_row, stages) {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
 #pragma unroll
@@ -171,25 +174,31 @@ struct RowBackwardThread {
     }
   }
 
-  // Starts to copy a row into a stage. In bulk, one thread of the row does.
-  __device__ __forceinline__ void start(int64_t row, int stage) {
+  // Starts to copy the row of a turn, so many after this one, into a stage. In bulk, one thread of
+  // the row does.
+  __device__ __forceinline__ void start(int turn, int ahead, int stage) {
+    const bool there = turn < ours;
+    const int64_t row_to_start = row + ahead * launch.row_step;
     if constexpr (Stages::kBulk) {
-      if (threadIdx.x == 0 && row < end) staged.start_row(row, stage);
+      if (threadIdx.x == 0 && there) staged.start_row(row_to_start, stage);
     } else {
       // Its statistics come along, to each thread by itself: a load of its own would wait after
       // the rows.
-      if (row < end) {
-        float* to = statistics + stage * statistics_pitch;
-        const float* from = launch.statistics + row * launch.statistics_size;
+      if (there) {
+        float* to = statistics_of(stage);
+        const float* from = launch.statistics + row_to_start * launch.statistics_size;
         if (Op::kStatistics == 2 && launch.statistics_size == 2) {
           cp_async<8>(to, from);
         } else {
           cp_async<4>(to, from);
         }
       }
-      staged.start_next_row(row, stage, row < end);
+      staged.start_next_row(row_to_start, stage, there);
       cp_async_commit_group();
     }
+  }
+  __device__ __forceinline__ float* statistics_of(int stage) const {
+    return statistics + stage * (statistics_bytes / 4);
   }
 
   // `meanwhile` runs between the start of the loads and their use.
@@ -207,21 +216,21 @@ struct RowBackwardThread {
     }
   }
 
-  __device__ __forceinline__ void read_vector(int64_t row, int stage, int j, float (&grad_out)[N],
-                                              float (&s)[N], float (&f)[N]) const {
+  __device__ __forceinline__ void read_vector(int stage, int j, float (&grad_out)[N], float (&s)[N],
+                                              float (&f)[N]) const {
     staged.template read<O>(row, stage, 0, j, grad_out);
     staged.template read<T>(row, stage, 1, j, s);
     factors.get(j, f);
   }
 
   // The row's sums over its columns, of which each thread has some.
-  __device__ __forceinline__ void add_terms(int64_t row, int stage, const RowMoments& moments,
-                                            bool lost, float (&row_sums)[Op::kRowSums]) const {
+  __device__ __forceinline__ void add_terms(int stage, const RowMoments& moments, bool lost,
+                                            float (&row_sums)[Op::kRowSums]) const {
     float terms[kVectors][Op::kRowSums];
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       float grad_out[N], s[N], f[N];
-      read_vector(row, stage, j, grad_out, s, f);
+      read_vector(stage, j, grad_out, s, f);
 #pragma unroll
       for (int i = 0; i < Op::kRowSums; ++i) terms[j][i] = 0.0f;
       Op::terms(grad_out, f, s, moments, terms[j]);
@@ -242,13 +251,12 @@ struct RowBackwardThread {
   }
 
   // Stores the row's gradients, and adds its part to the sums of columns.
-  __device__ __forceinline__ void add_gradients(int64_t row, int stage, const RowMoments& moments,
-                                                bool unused,
+  __device__ __forceinline__ void add_gradients(int stage, const RowMoments& moments, bool unused,
                                                 const typename Op::Coefficients& coefficients) {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       float grad_out[N], s[N], f[N];
-      read_vector(row, stage, j, grad_out, s, f);
+      read_vector(stage, j, grad_out, s, f);
       if (unused) Vector<float, N>::zero().to_floats(s);  // it may be infinite
       const auto read = [&](int tensor, float(&values)[N]) {
         staged.template read<T>(row, stage, tensor, j, values);
@@ -267,7 +275,7 @@ struct RowBackwardThread {
     }
   }
 
-  __device__ __forceinline__ void write_outputs(int64_t row) const {
+  __device__ __forceinline__ void write_outputs() const {
     if constexpr (Stages::kShared) {
 #pragma unroll
       for (int output = 0; output < Op::kOutputs; ++output) {
@@ -284,62 +292,49 @@ struct RowBackwardThread {
     RowMoments next{0.0f, 0.0f};
     // The factors first: after the rows they would wait for all of them.
     load_factors(first_of_group, [&] {
-      // A bulk copy starts as soon as the row before it in its stage is done with, others a row
-      // later.
-      const int ahead = Stages::kBulk ? stages : stages - 1;
-      for (int stage = 0; stage < ahead; ++stage) start(first_row + stage * row_step, stage);
-      if (Stages::kBulk && first_row < end) next = load_moments<Op::kStatistics>(launch, first_row);
+      for (int stage = 0; stage < stages; ++stage) start(stage, stage, stage);
+      if (Stages::kBulk && ours > 0) next = load_moments<Op::kStatistics>(launch, row);
     });
     if (Op::kFactorsInShared) __syncthreads();
     row_sum_end(cluster);
-    int stage = 0, turn = 0, round = 0;
+    int stage = 0, round = 0;
 #pragma unroll 1
-    for (int64_t row = first_row; row - lag < end; row += row_step) {
-      const int64_t row_to_start = row + (stages - 1) * row_step;
-      const int stage_to_start = stage == 0 ? stages - 1 : stage - 1;
-      const bool row_inside = row < end;
+    for (int turn = 0; turn < turns; ++turn) {
+      const bool row_inside = turn < ours;
+      RowMoments moments = next;
       if constexpr (Stages::kBulk) {
         if (row_inside) staged.wait(stage, round);
-      } else if constexpr (Stages::kShared) {
-        // The barrier makes this row visible to all its threads, and frees the stage of the row
-        // before it. Where there is room for one stage alone, nothing is copied ahead.
-        if (stages == 1) start(row, 0);
-        cp_async_wait_group(stages == 1 ? 0 : stages - 2);
-        row_barrier();
-        if (stages > 1) start(row_to_start, stage_to_start);
+        if (turn + 1 < ours) next = load_moments<Op::kStatistics>(launch, row + launch.row_step);
       } else {
-        start(row_to_start, stage_to_start);
         cp_async_wait_group(stages - 1);
-      }
-      RowMoments moments = next;
-      if constexpr (!Stages::kBulk) {
-        moments = moments_from<Op::kStatistics>(statistics + stage * statistics_pitch,
-                                                launch.statistics_size);
-      } else {
-        if (row + row_step < end) next = load_moments<Op::kStatistics>(launch, row + row_step);
+        if constexpr (Stages::kShared) row_barrier();  // all threads of the row see it
+        moments = moments_from<Op::kStatistics>(statistics_of(stage), launch.statistics_size);
       }
       if (Op::factors_by_row(p) && row_inside) load_factors(row, [] {});
       const bool lost = may_be_unused(launch, moments);
       float row_sums[Op::kRowSums] = {};
       // What is not used is told by the sums, too.
       if (launch.needs_rows || launch.extra > 0 || Stages::kBulk) {
-        if (row_inside) add_terms(row, stage, moments, lost, row_sums);
+        if (row_inside) add_terms(stage, moments, lost, row_sums);
         row_sum<true>(row_sums, cluster, scratch, turn);
       }
       if constexpr (Stages::kBulk) {
         // The sum had a barrier: all threads of the row are done with the row before it.
-        if (turn > 0) start(row_to_start, stage_to_start);
+        if (turn > 0) start(turn + stages - 1, stages - 1, stage == 0 ? stages - 1 : stage - 1);
       }
       const bool unused = lost && is_unused(row_sums, moments);
       if (row_inside)
-        add_gradients(row, stage, moments, unused, Op::coefficients(p, row_sums, moments, launch));
-      if constexpr (Stages::kShared) {
-        row_barrier();
-        if (row_inside) write_outputs(row);
+        add_gradients(stage, moments, unused, Op::coefficients(p, row_sums, moments, launch));
+      if constexpr (!Stages::kBulk) {
+        if constexpr (Stages::kShared) row_barrier();  // all are done with the stage
+        start(turn + stages, stages, stage);
       }
+      if constexpr (Stages::kShared) {
+        if (row_inside) write_outputs();
+      }
+      row += launch.row_step;
       stage = stage + 1 == stages ? 0 : stage + 1;
       if (stage == 0) round ^= 1;
-      ++turn;
     }
   }
 
@@ -382,7 +377,8 @@ __global__ void __launch_bounds__(Op::kThreads, 1)
   // NOTE: off a 128-byte boundary the asynchronous copies take a fifth longer.
   extern __shared__ __align__(128) uint4 dynamic_memory[];
   __shared__ RowSumScratch<Op::kRowSums> scratch[2];
-  if constexpr (!Stages::kBulk && (!kClusters || Stages::kShared)) {
+  constexpr bool kOneType = std::is_same_v<typename Op::Element, typename Op::GradOut>;
+  if constexpr (!Stages::kBulk && kOneType && (!kClusters || Stages::kShared)) {
     if (static_cast<int>(blockIdx.x) >= launch.row_blocks) {
       finish_columns<Op, !Stages::kShared>(p, launch, blockIdx.x - launch.row_blocks,
                                            reinterpret_cast<float*>(dynamic_memory));
@@ -394,14 +390,17 @@ __global__ void __launch_bounds__(Op::kThreads, 1)
   const int64_t begin = group * launch.group_rows;
   // Rows are dealt to the blocks one by one, so that no block has more than one more than another.
   // Rows of less than a warp lie side by side, for whole lines of memory.
-  const int64_t block = part - group * launch.blocks_per_group.value;
-  const bool spread = !Stages::kShared && blockDim.x >= kWarpSize;
-  const int64_t block_row = begin + block * (spread ? 1 : blockDim.y);
-  const int lag = threadIdx.y * (spread ? static_cast<int>(launch.blocks_per_group.value) : 1);
+  const int blocks = static_cast<int>(launch.blocks_per_group.value);
+  const int block = static_cast<int>(part - group * blocks);
+  const bool spread = Op::kSpreadRows && !Stages::kShared && blockDim.x >= kWarpSize;
+  const int block_row = block * (spread ? 1 : static_cast<int>(blockDim.y));
+  const int own_row = block_row + static_cast<int>(threadIdx.y) * (spread ? blocks : 1);
   row_sum_start(cluster, scratch);
   RowBackwardThread<Op, Stages, kVectors, kClusters> thread(
-      p, launch, reinterpret_cast<char*>(dynamic_memory), cluster, cluster > 1 ? cluster_rank() : 0,
-      block_row, lag, begin + launch.group_rows, layout);
+      p, launch, layout, reinterpret_cast<char*>(dynamic_memory), cluster,
+      cluster > 1 ? cluster_rank() : 0, begin + own_row,
+      launch.turns + (block_row < launch.rest ? 1 : 0),
+      launch.turns + (own_row < launch.rest ? 1 : 0));
   thread.run(scratch, begin);
   launch_dependents();
   if (launch.partials == nullptr || launch.column_blocks > 0) return;
@@ -411,7 +410,18 @@ __global__ void __launch_bounds__(Op::kThreads, 1)
   for (int i = 0; i < Op::kColumnSums; ++i) {
     const int kind = Op::kind(p, i);
     if (kind < 0) continue;
-    thread.add_rows(i, [&](int column, float sum) { partial[kind * launch.dim + column] = sum; });
+    thread.add_rows(i, [&](int column, float sum) {
+      if constexpr (Op::kColumnSums == 1) {
+        // Of the only part there is nothing to add up.
+        if (launch.blocks_per_group.value == 1) {
+          float none[1];
+          const auto finish = Op::finish(p);
+          finish.group(finish.load(column, true), group, column, {sum}, none);
+          return;
+        }
+      }
+      partial[kind * launch.dim + column] = sum;
+    });
   }
 }
 
@@ -476,8 +486,8 @@ __global__ void __launch_bounds__(512, 1)
 // ---- launchers ----
 
 // The launcher of the resident kernels. `kVectors` is the most that the policy gives; with smaller
-// ones, halves of it are what else it may give, but for bulk copies. Rows are cut over a cluster
-// with the most vectors alone.
+// ones, halves of it are what else it may give; for bulk copies where shared memory is too small
+// for full stages alone. Rows are cut over a cluster with the most vectors alone.
 template <typename Op, int kVectors, template <typename, typename, int, int, int> class Stages,
           bool kLong = true>
 gpuError launch_row_backward(const typename Op::Params& p, const RowBackward& launch,
@@ -485,7 +495,8 @@ gpuError launch_row_backward(const typename Op::Params& p, const RowBackward& la
                              gpuStream stream) {
   using Chosen = Stages<typename Op::Element, typename Op::GradOut, kVectors, Op::kTensors,
                         Op::kFullStages ? Op::kThreads : 0>;
-  if constexpr (kVectors > kLeastRowVectors && !Chosen::kBulk && Op::kShortRows) {
+  if constexpr (kVectors > Op::kLeastVectors && Op::kShortRows &&
+                (!Chosen::kBulk || Op::kFullStages)) {
     if (policy.row.vectors < kVectors) {
       return launch_row_backward<Op, kVectors / 2, Stages, false>(p, launch, policy, layout,
                                                                   stream);
@@ -523,6 +534,8 @@ gpuError row_backward(const typename Op::Params& p, RowBackward launch,
                       const RowBackwardShape& shape, const RowBackwardPolicy& policy,
                       gpuStream stream) {
   constexpr int kMostVectors = Op::kColumns * static_cast<int>(sizeof(typename Op::Element)) / 16;
+  constexpr bool kOneType = std::is_same_v<typename Op::Element, typename Op::GradOut>;
+  constexpr bool kBulk = kOneType && Op::kBulk;
   const RowPolicy& row = policy.row;
   launch.dim = shape.dim;
   launch.groups = shape.groups;
@@ -532,14 +545,22 @@ gpuError row_backward(const typename Op::Params& p, RowBackward launch,
   launch.column_blocks = policy.column_blocks;
   const RowBackwardMemory memory(shape);
   const int rows = row.rows_per_block, threads = row.threads_per_row;
-  const RowBackwardLayout layout{row.cluster, policy.stages, memory.statistics_bytes(rows, threads),
+  launch.row_step = policy.blocks_per_group * rows;
+  launch.turns = static_cast<int>(shape.group_rows / launch.row_step);
+  launch.rest = static_cast<int>(shape.group_rows % launch.row_step);
+  for (int i = 0; i < launch.tensors.count; ++i) {
+    const int size = i == 0 ? shape.grad_out_size : shape.element_size;
+    launch.tensors.step[i] = launch.row_step * launch.tensors.stride[i] * size;
+  }
+  const RowBackwardLayout layout{row.cluster, policy.stages,
+                                 policy.bulk ? 0 : memory.statistics_bytes(rows, threads),
                                  memory.factor_bytes(rows, threads, row.vectors)};
   gpuError error = gpuSuccess;
   if (row.streamed) {
     error = launch_row_backward_streamed<Op>(p, launch, stream);
-  } else if constexpr (std::is_same_v<typename Op::Element, typename Op::GradOut>) {
+  } else if constexpr (kOneType) {
     if (policy.bulk) {
-      if constexpr (Op::kBulk) {
+      if constexpr (kBulk) {
         error =
             launch_row_backward<Op, kMostVectors, BulkStages>(p, launch, policy, layout, stream);
       }
@@ -553,7 +574,9 @@ gpuError row_backward(const typename Op::Params& p, RowBackward launch,
   } else {
     error = launch_row_backward<Op, kMostVectors, SharedStages>(p, launch, policy, layout, stream);
   }
-  if (error != gpuSuccess || launch.partials == nullptr || policy.column_blocks > 0) return error;
+  const bool in_parts = Op::kColumnSums > 1 || row.streamed || policy.blocks_per_group > 1;
+  if (error != gpuSuccess || launch.partials == nullptr || policy.column_blocks > 0 || !in_parts)
+    return error;
   return reduce_partials(
       {launch.partials, shape.groups, policy.blocks_per_group, launch.partial_kinds, shape.dim},
       stream, Op::finish(p));

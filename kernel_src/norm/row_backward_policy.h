@@ -12,11 +12,6 @@ constexpr int kMaxRowStages = 4;
 constexpr int kMaxRowTensors = 4;
 constexpr int kMaxRowsPerBlock = 32;  // of more than a warp each
 
-// Vectors of a row in a thread, at least. With one, most of a short row's time is its sums:
-// layer_norm of (1048576, 128) in bfloat16 took 344 us on an H200 so, and 210 in an older kernel
-// that had two.
-constexpr int kLeastRowVectors = 2;
-
 // Vectors of a row in a tile of columns, where blocks have columns.
 constexpr int kRowBackwardTile = 8;
 
@@ -39,8 +34,17 @@ struct RowBackwardShape {
   bool sums_need_rows;       // some need a row's own sums, or groups share what comes of them
   int threads, max_columns;  // of a block and of a thread, at most
   bool short_rows;           // whether there are kernels with fewer columns a thread
+  int least_vectors;         // of a thread in these
   bool bulk;                 // whether there are kernels with bulk copies
   bool full_stages;          // stages have room for all threads that a block may have
+  bool one_layout;           // unaligned rows have the threads of aligned ones, and then one stage
+  // What was measured for the operator:
+  int bulk_turns;    // bulk copies pay where a block has more rows than these, one after the other
+  int bulk_stages;   // of bulk copies, for rows of one block
+  int stages;        // of others, for rows of one block and the most vectors a thread
+  int column_steps;  // of blocks that have columns, that take as long as a second kernel
+
+  constexpr bool one_type() const { return grad_out_size == element_size; }
 };
 
 struct RowBackwardPolicy {
@@ -52,6 +56,11 @@ struct RowBackwardPolicy {
       blocks_per_group;  // persistent blocks or clusters; each leaves one row of every partial sum
   int column_blocks;     // that make the column sums themselves: no partial sums then
 };
+
+// The statistics of each thread's row in a stage that has room for so many threads.
+constexpr int row_statistics_bytes(int threads, int statistics) {
+  return (threads * statistics * 4 + 127) / 128 * 128;
+}
 
 // Where shared memory is laid out: [statistics][factors][stages][outputs].
 struct RowBackwardMemory {
@@ -65,9 +74,8 @@ struct RowBackwardMemory {
   constexpr int stage_threads(int rows, int threads) const {
     return shape.full_stages ? shape.threads : rows * threads;
   }
-  // The statistics of each thread's row in a stage.
   constexpr int statistics_bytes(int rows, int threads) const {
-    return (stage_threads(rows, threads) * shape.statistics * 4 + 127) / 128 * 128;
+    return row_statistics_bytes(stage_threads(rows, threads), shape.statistics);
   }
   constexpr int factor_bytes(int rows, int threads, int vectors) const {
     if (!shape.factors_in_shared) return 0;
@@ -83,6 +91,7 @@ struct RowBackwardMemory {
   constexpr int element_bytes() const {
     return (shape.tensors - 1) * shape.element_size + shape.grad_out_size;
   }
+  // NOTE: bulk copies bring no statistics.
   constexpr int bulk_bytes(int rows, int threads, int vectors) const {
     return rows * threads * vectors * vector_size * element_bytes();
   }
@@ -154,42 +163,32 @@ inline int column_bytes(int sums, int threads, int vector_size) {
 // How many rows a stage holds and how many stages there are: fills policy.bulk, .stages and
 // .shared_bytes. The rows of a block may become fewer.
 inline void row_backward_stages(const DeviceInfo& device, const RowBackwardMemory& memory,
-                                int shared_bytes, RowBackwardPolicy& policy) {
+                                int most_vectors, int shared_bytes, RowBackwardPolicy& policy) {
   const RowBackwardShape& shape = memory.shape;
-  const int most_vectors = shape.max_columns / memory.vector_size;
   RowPolicy& row = policy.row;
   const int threads = row.threads_per_row, vectors = row.vectors;
   const auto fits_bulk = [&](int rows) {
-    return 2 * (memory.bulk_bytes(rows, threads, vectors) +
-                memory.statistics_bytes(rows, threads)) +
+    return 2 * memory.bulk_bytes(rows, threads, vectors) +
                memory.factor_bytes(rows, threads, vectors) <=
            shared_bytes;
   };
-  // Bulk copies pay where a block has rows enough to copy ahead, and always where there are many
-  // tensors to read: to copy them otherwise takes registers that there are not. Their kernels have
-  // the most vectors a thread.
+  // Bulk copies pay where a block has rows enough to copy ahead. Their kernels have the most
+  // vectors a thread.
   const int64_t blocks = std::max<int64_t>(1, device.multiprocessors / shape.groups);
   const int64_t turns = ceil_div(shape.group_rows * row.cluster, blocks * row.rows_per_block);
   policy.bulk = shape.aligned && shape.bulk && device.has_bulk_copy && threads > kWarpSize &&
-                (turns > 2 || shape.tensors > 2) && vectors == most_vectors &&
-                policy.column_blocks == 0 && fits_bulk(1);
+                turns > shape.bulk_turns && vectors == most_vectors && policy.column_blocks == 0 &&
+                fits_bulk(1);
   while (policy.bulk && !fits_bulk(row.rows_per_block)) --row.rows_per_block;
   const int rows = row.rows_per_block;
-  const int stage_bytes = memory.statistics_bytes(rows, threads) +
-                          (policy.bulk ? memory.bulk_bytes(rows, threads, vectors)
-                                       : memory.stage_bytes(rows, threads, vectors));
-  // NOTE: measured on an H200, bfloat16, layer_norm. Rows in bulk: (13107, 5120) takes 116 us with
-  // two stages, 112 with three; (8192, 3072) 50.0 and 49.2. But (16384, 4096) takes 107 us with
-  // two, 116 with three: rows of a power of two are slower the further they are copied ahead, and
-  // some multiprocessors then end a third earlier than others. Short rows: (87381, 768) takes 138
-  // us with one stage, 119 with two, 123 with three; with four tensors to read, one is best. Blocks
-  // of a cluster wait for each other every row, which more stages hide.
+  const int stage_bytes = policy.bulk ? memory.bulk_bytes(rows, threads, vectors)
+                                      : memory.stage_bytes(rows, threads, vectors) +
+                                            memory.statistics_bytes(rows, threads);
+  // Blocks of a cluster wait for each other every row, which more stages hide: rms_norm's
+  // (512, 131072) takes 206 us on an H200 with two, 178 with three.
   int stages = kMaxRowStages;
-  if (row.cluster == 1 && vectors == most_vectors) {
-    const bool power_of_two = (shape.dim & (shape.dim - 1)) == 0;
-    stages = policy.bulk && !power_of_two ? 3 : shape.tensors > 2 && shape.aligned ? 1 : 2;
-    if (policy.bulk) stages = std::max(stages, 2);
-  }
+  if (row.cluster == 1 && vectors == most_vectors)
+    stages = policy.bulk ? shape.bulk_stages : shape.stages;
   const int other_bytes =
       memory.output_bytes(rows, threads, vectors) + memory.factor_bytes(rows, threads, vectors);
   policy.stages = std::max(std::min((shared_bytes - other_bytes) / stage_bytes, stages), 1);
@@ -215,21 +214,26 @@ inline RowBackwardPolicy row_backward_policy(const DeviceInfo& real_device,
 
   const int64_t count = ceil_div(shape.dim, memory.vector_size);
   // Where shared memory is small, threads have fewer vectors (of full stages) or rows fewer
-  // threads.
+  // threads. Unaligned rows are to have two stages.
   int most_vectors = shape.max_columns / memory.vector_size;
   int block_threads = shape.threads;
-  // The threads of a row are as many for unaligned rows, which take more, as for aligned ones.
+  const int least_stages = shape.aligned ? 1 : 2;
   RowBackwardShape unaligned = shape;
-  if (!shape.full_stages) unaligned.aligned = false;
+  unaligned.aligned = false;
   const auto is_too_much = [&] {
-    return std::max(memory.bytes(1, 1, block_threads, most_vectors),
-                    RowBackwardMemory(unaligned).bytes(1, 1, block_threads, most_vectors)) >
-           shared_bytes;
+    const int bytes =
+        shape.one_layout
+            ? std::max(memory.bytes(1, 1, block_threads, most_vectors),
+                       RowBackwardMemory(unaligned).bytes(1, 1, block_threads, most_vectors))
+            : memory.bytes(least_stages, 1, block_threads, most_vectors);
+    return bytes > shared_bytes;
   };
   while (shape.aligned && shape.full_stages && most_vectors > 1 && is_too_much()) most_vectors /= 2;
   while (block_threads > kWarpSize && is_too_much()) block_threads -= kWarpSize;
   const int64_t block_limit = int64_t{block_threads} * most_vectors;
-  if (count > block_limit) row.cluster = cluster_for(device, count, block_limit);
+  // Kernels of clusters have the most vectors alone.
+  if (count > block_limit && most_vectors * memory.vector_size == shape.max_columns)
+    row.cluster = cluster_for(device, count, block_limit);
   const int64_t block_count = ceil_div(count, row.cluster);
   row.streamed = block_count > block_limit;
   if (row.streamed) {
@@ -238,18 +242,20 @@ inline RowBackwardPolicy row_backward_policy(const DeviceInfo& real_device,
     return policy;
   }
   row.vectors = most_vectors;
-  while (shape.short_rows && row.vectors > kLeastRowVectors &&
+  while (shape.short_rows && row.vectors > shape.least_vectors &&
          block_count <= kWarpSize * row.vectors / 2) {
     row.vectors /= 2;
   }
   row.threads_per_row = threads_for(block_count, row.vectors);
-  const int64_t most_rows = row.cluster > 1 ? 1 : block_threads / row.threads_per_row;
-  // Where rows are few, the sums of columns are made by blocks of their own.
-  if (shape.column_sums > 0 && !shape.sums_need_rows) {
-    constexpr int kSteps = 12;  // a second kernel has several sums to add up
+  const int64_t most_rows =
+      row.cluster > 1 ? 1
+                      : (shape.one_layout ? block_threads : shape.threads) / row.threads_per_row;
+  // Where rows are few, the sums of columns are made by blocks of their own. Rows of two types are
+  // too rare for them.
+  if (shape.column_sums > 0 && !shape.sums_need_rows && shape.one_type()) {
     policy.column_blocks = column_blocks_for(
         device, {shape.groups, shape.group_rows, shape.dim, memory.vector_size, shape.aligned,
-                 row.cluster, row.threads_per_row, most_rows, kSteps});
+                 row.cluster, row.threads_per_row, most_rows, shape.column_steps});
     device.multiprocessors -= policy.column_blocks;
   }
   // As many rows side by side as there are for each multiprocessor, threads for, and room for two
@@ -260,14 +266,13 @@ inline RowBackwardPolicy row_backward_policy(const DeviceInfo& real_device,
     if (policy.column_blocks > 0)
       rows = std::max(rows, least_rows_beside_columns(shape.group_rows, row.threads_per_row));
     row.rows_per_block = static_cast<int>(std::clamp<int64_t>(rows, 1, most_rows));
-    const int least_stages = shape.aligned ? 1 : 2;
     while (row.rows_per_block > 1 &&
            memory.bytes(least_stages, row.rows_per_block, row.threads_per_row, row.vectors) >
                shared_bytes) {
       --row.rows_per_block;
     }
   }
-  row_backward_stages(device, memory, shared_bytes, policy);
+  row_backward_stages(device, memory, most_vectors, shared_bytes, policy);
   policy.blocks_per_group =
       std::min<int64_t>(ceil_div(shape.group_rows, row.rows_per_block), blocks);
   return policy;

@@ -29,9 +29,15 @@ namespace {
 // Where a thread's columns are: vector j starts at first_column + j * step.
 struct RowColumns {
   int dim, first_column, step;
+  int count;  // of vectors that start inside the row
 
+  __device__ __forceinline__ RowColumns(int dim_, int first_column_, int step_, int vectors)
+      : dim(dim_), first_column(first_column_), step(step_), count(0) {
+#pragma unroll
+    for (int j = 0; j < vectors; ++j) count += of(j) < dim ? 1 : 0;
+  }
   __device__ __forceinline__ int of(int j) const { return first_column + j * step; }
-  __device__ __forceinline__ bool inside(int j) const { return of(j) < dim; }
+  __device__ __forceinline__ bool inside(int j) const { return j < count; }
 };
 
 template <typename T, typename O, int kVectors, int kTensors, int kThreads>
@@ -43,25 +49,24 @@ struct PrivateStages {
 
   char* memory;  // this thread's first vector
   RowColumns columns;
-  int threads, stage_bytes, count;
+  const RowTensors& tensors;
+  int threads, stage_bytes;
   const char* next[kTensors];  // this thread's first column of the row that is started next
-  int64_t step[kTensors];      // bytes from it to the row after that
 
-  __device__ __forceinline__ PrivateStages(void* shared, const RowTensors& tensors,
+  __device__ __forceinline__ PrivateStages(void* shared, const RowTensors& tensors_,
                                            const RowColumns& columns_, int64_t first_row,
-                                           int64_t row_step, int stages)
+                                           int stages)
       : columns(columns_),
-        threads(kThreads > 0 ? kThreads : blockDim.x * blockDim.y),
-        count(tensors.count) {
+        tensors(tensors_),
+        threads(kThreads > 0 ? kThreads : blockDim.x * blockDim.y) {
     const int thread = threadIdx.y * blockDim.x + threadIdx.x;
     memory = static_cast<char*>(shared) + thread * 16;
-    stage_bytes = offset_of(count);
+    stage_bytes = offset_of(tensors.count);
 #pragma unroll
     for (int i = 0; i < kTensors; ++i) {
       const int64_t size = i == 0 ? sizeof(O) : sizeof(T);
       next[i] = static_cast<const char*>(tensors.data[i]) +
                 (first_row * tensors.stride[i] + columns.first_column) * size;
-      step[i] = row_step * tensors.stride[i] * size;
     }
     // Columns past the end are zero in every stage: nothing is copied there later.
 #pragma unroll
@@ -69,7 +74,7 @@ struct PrivateStages {
       if (columns.inside(j)) continue;
       for (int stage = 0; stage < stages; ++stage) {
         *slot<O>(stage, 0, j) = Vector<O, N>::zero();
-        for (int i = 1; i < count; ++i) *slot<T>(stage, i, j) = Vector<T, N>::zero();
+        for (int i = 1; i < tensors.count; ++i) *slot<T>(stage, i, j) = Vector<T, N>::zero();
       }
     }
   }
@@ -86,7 +91,7 @@ struct PrivateStages {
   __device__ __forceinline__ void start_next_row(int64_t, int stage, bool row_inside) {
 #pragma unroll
     for (int i = 0; i < kTensors; ++i) {
-      if (row_inside && i < count) {
+      if (row_inside && i < tensors.count) {
 #pragma unroll
         for (int j = 0; j < kVectors; ++j) {
           if (!columns.inside(j)) continue;
@@ -99,7 +104,7 @@ struct PrivateStages {
           }
         }
       }
-      next[i] += step[i];
+      next[i] += tensors.step[i];
     }
   }
   template <typename U>
@@ -121,7 +126,7 @@ struct BulkStages {
   int stage_bytes, slice, slice_start, columns;
 
   __device__ __forceinline__ BulkStages(void* shared, const RowTensors& tensors_,
-                                        const RowColumns& all, int64_t, int64_t, int stages)
+                                        const RowColumns& all, int64_t, int stages)
       : tensors(tensors_) {
     __shared__ uint64_t all_mbarriers[kMaxRowStages * kMaxRowsPerBlock];
     mbarriers = all_mbarriers + threadIdx.y * kMaxRowStages;
@@ -202,7 +207,7 @@ struct SharedStages {
   int slice_start, columns, row_bytes, stages;
 
   __device__ __forceinline__ SharedStages(void* shared, const RowTensors& tensors_,
-                                          const RowColumns& all, int64_t, int64_t, int stages_)
+                                          const RowColumns& all, int64_t, int stages_)
       : memory(static_cast<char*>(shared)), tensors(tensors_), stages(stages_) {
     const int slice = blockDim.x * kVectors * N;  // columns of a row that this block works on
     slice_start = all.first_column - threadIdx.x * N;

@@ -14,6 +14,7 @@ namespace {
 struct RowTensors {
   const void* data[kMaxRowTensors];  // [rows, dim]
   int64_t stride[kMaxRowTensors];    // elements between rows
+  int64_t step[kMaxRowTensors];      // bytes between rows that a thread has one after the other
   int count;
 
   template <typename U>
@@ -31,8 +32,10 @@ struct RowBackward {
   int64_t dim;
   int64_t groups, group_rows;
   Divisor blocks_per_group;
-  bool needs_rows;  // and not sums of columns alone
-  float* partials;  // [groups][blocks_per_group][partial_kinds][dim], or null
+  int64_t row_step;  // between rows that a thread has one after the other
+  int turns, rest;   // a thread has so many of a group's; and the first `rest` threads one more
+  bool needs_rows;   // and not sums of columns alone
+  float* partials;   // [groups][blocks_per_group][partial_kinds][dim], or null
   int partial_kinds;
   int row_blocks, column_blocks;
   float2* means;  // [rows], of streamed rows: the pair of Coefficients, for sums of columns
