@@ -125,12 +125,19 @@ __device__ __forceinline__ void cp_async_commit_group() {
 // Waits until at most `pending` (0 to 3) of this thread's most recent groups are in flight.
 __device__ __forceinline__ void cp_async_wait_group(int pending) {
 #if defined(FUSELAGE_SM80)
-  switch (pending) {
-    case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
-    case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-    case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-    default: asm volatile("cp.async.wait_group 3;" ::: "memory");
-  }
+  // Without branches: of a number that is known as the kernel runs a switch takes a jump table.
+  asm volatile(
+      "{\n"
+      ".reg .pred most<3>;\n"
+      "setp.le.s32 most0, %0, 0;\n"
+      "setp.le.s32 most1, %0, 1;\n"
+      "setp.le.s32 most2, %0, 2;\n"
+      "cp.async.wait_group 3;\n"
+      "@most2 cp.async.wait_group 2;\n"
+      "@most1 cp.async.wait_group 1;\n"
+      "@most0 cp.async.wait_group 0;\n"
+      "}" ::"r"(pending)
+      : "memory");
 #endif
 }
 

@@ -12,7 +12,10 @@ constexpr int kMaxWarpsPerBlock = 1024 / kWarpSize;
 
 // Sum over `width` neighbouring lanes (a power of two, at most kWarpSize), in every one of them.
 __device__ __forceinline__ float warp_sum(float value, int width) {
-  for (int mask = width / 2; mask > 0; mask /= 2) value += shuffle_xor(value, mask, width);
+#pragma unroll
+  for (int mask = kWarpSize / 2; mask > 0; mask /= 2) {
+    if (mask < width) value += shuffle_xor(value, mask, kWarpSize);
+  }
   return value;
 }
 

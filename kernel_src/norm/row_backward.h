@@ -128,9 +128,10 @@ struct RowBackwardThread {
   const int cluster, stages, statistics_bytes, block_in_row;
   const RowColumns columns;
   int64_t row;      // that is worked on
-  int turns, ours;  // rows that the block has one after the other, and this thread of them
-  char* memory;
-  float* statistics;  // of this thread's row in the first stage
+  int64_t output;   // the first element in an output: of this thread, or of this block's slice
+  int turns, left;  // rows that the block, and this thread, still have
+  char* const memory;
+  float* statistics;  // of this thread's row, in the stage
   RowFactors<Op, kVectors, N> factors;
   Stages staged;
   float sums[kVectors][Op::kColumnSums][N];
@@ -139,7 +140,7 @@ struct RowBackwardThread {
                                                const RowBackward& launch_,
                                                const RowBackwardLayout& layout, char* memory_,
                                                int cluster_, int block_in_row_, int64_t first_row,
-                                               int turns_, int ours_)
+                                               int turns_, int left_)
       : p(p_),
         launch(launch_),
         cluster(cluster_),
@@ -153,8 +154,10 @@ struct RowBackwardThread {
                     static_cast<int>(threadIdx.x) * N,
                 static_cast<int>(blockDim.x) * N, kVectors),
         row(first_row),
+        output(first_row * launch_.dim + columns.first_column -
+               (Stages::kShared ? static_cast<int>(threadIdx.x) * N : 0)),
         turns(turns_),
-        ours(ours_),
+        left(left_),
         memory(memory_),
         statistics(reinterpret_cast<float*>(memory_) +
                    (threadIdx.y * blockDim.x + threadIdx.x) * Op::kStatistics),
@@ -174,31 +177,35 @@ struct RowBackwardThread {
     }
   }
 
-  // Starts to copy the row of a turn, so many after this one, into a stage. In bulk, one thread of
-  // the row does.
-  __device__ __forceinline__ void start(int turn, int ahead, int stage) {
-    const bool there = turn < ours;
-    const int64_t row_to_start = row + ahead * launch.row_step;
-    if constexpr (Stages::kBulk) {
-      if (threadIdx.x == 0 && there) staged.start_row(row_to_start, stage);
-    } else {
-      // Its statistics come along, to each thread by itself: a load of its own would wait after
-      // the rows.
-      if (there) {
-        float* to = statistics_of(stage);
-        const float* from = launch.statistics + row_to_start * launch.statistics_size;
-        if (Op::kStatistics == 2 && launch.statistics_size == 2) {
-          cp_async<8>(to, from);
-        } else {
-          cp_async<4>(to, from);
-        }
+  // Starts to copy a row, if there is one, into the stage. Its statistics come along, to each
+  // thread by itself: a load of its own would wait after the rows.
+  __device__ __forceinline__ void start(bool there, int64_t row_to_start) {
+    if (there) {
+      const float* from = statistics_of<Op::kStatistics>(launch, row_to_start);
+      if (Op::kStatistics == 2 && launch.statistics_size == 2) {
+        cp_async<8>(statistics, from);
+      } else {
+        cp_async<4>(statistics, from);
       }
-      staged.start_next_row(row_to_start, stage, there);
-      cp_async_commit_group();
+    }
+    staged.start_next_row(there, row_to_start);
+    cp_async_commit_group();
+  }
+  __device__ __forceinline__ void start_all() {
+    if constexpr (Stages::kBulk) {
+      if (threadIdx.x != 0) return;
+      for (int i = 0; i < min(stages, left); ++i) staged.start_row(row + i * launch.row_step, i);
+    } else {
+      for (int i = 0; i < stages; ++i) {
+        start(i < left, row + i * launch.row_step);
+        advance(1);
+      }
+      advance(-stages);
     }
   }
-  __device__ __forceinline__ float* statistics_of(int stage) const {
-    return statistics + stage * (statistics_bytes / 4);
+  __device__ __forceinline__ void advance(int by) {
+    staged.advance(by);
+    if (!Stages::kBulk) statistics += by * (statistics_bytes / 4);
   }
 
   // `meanwhile` runs between the start of the loads and their use.
@@ -216,21 +223,16 @@ struct RowBackwardThread {
     }
   }
 
-  __device__ __forceinline__ void read_vector(int stage, int j, float (&grad_out)[N], float (&s)[N],
-                                              float (&f)[N]) const {
-    staged.template read<O>(row, stage, 0, j, grad_out);
-    staged.template read<T>(row, stage, 1, j, s);
-    factors.get(j, f);
-  }
-
   // The row's sums over its columns, of which each thread has some.
-  __device__ __forceinline__ void add_terms(int stage, const RowMoments& moments, bool lost,
+  __device__ __forceinline__ void add_terms(const RowMoments& moments, bool lost,
                                             float (&row_sums)[Op::kRowSums]) const {
     float terms[kVectors][Op::kRowSums];
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       float grad_out[N], s[N], f[N];
-      read_vector(stage, j, grad_out, s, f);
+      staged.template read<O, 0>(j).to_floats(grad_out);
+      staged.template read<T, 1>(j).to_floats(s);
+      factors.get(j, f);
 #pragma unroll
       for (int i = 0; i < Op::kRowSums; ++i) terms[j][i] = 0.0f;
       Op::terms(grad_out, f, s, moments, terms[j]);
@@ -245,29 +247,32 @@ struct RowBackwardThread {
 #pragma unroll 1
     for (int j = 0; j < kVectors; ++j) {
       float grad_out[N];
-      staged.template read<O>(row, stage, 0, j, grad_out);
+      staged.template read<O, 0>(j).to_floats(grad_out);
       row_sums[0] += nan_unless_zero(grad_out);
     }
   }
 
   // Stores the row's gradients, and adds its part to the sums of columns.
-  __device__ __forceinline__ void add_gradients(int stage, const RowMoments& moments, bool unused,
+  __device__ __forceinline__ void add_gradients(const RowMoments& moments, bool unused,
                                                 const typename Op::Coefficients& coefficients) {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       float grad_out[N], s[N], f[N];
-      read_vector(stage, j, grad_out, s, f);
-      if (unused) Vector<float, N>::zero().to_floats(s);  // it may be infinite
+      staged.template read<O, 0>(j).to_floats(grad_out);
+      Vector<T, N> packed = staged.template read<T, 1>(j);
+      if (unused) packed = Vector<T, N>::zero();  // it may be infinite
+      packed.to_floats(s);
+      factors.get(j, f);
       const auto read = [&](int tensor, float(&values)[N]) {
-        staged.template read<T>(row, stage, tensor, j, values);
+        staged.read_other(tensor, j, row).to_floats(values);
       };
-      const auto store = [&](int output, void* data, const float(&values)[N]) {
-        T* target = static_cast<T*>(data) + row * launch.dim;
+      const auto store = [&](int i, void* data, const float(&values)[N]) {
+        T* target = static_cast<T*>(data) + output;
         const Vector<T, N> vector = Vector<T, N>::from_floats(values);
         if constexpr (Stages::kShared) {
-          staged.store_output(target, output, j, vector);
+          staged.store_output(target, i, j, vector);
         } else {
-          if (columns.inside(j)) vector.store(target + columns.of(j));
+          if (columns.inside(j)) vector.store(target + j * columns.step);
         }
       };
       Op::template gradients<kAligned>(p, launch, row, columns.of(j), f, grad_out, s, moments,
@@ -278,9 +283,9 @@ struct RowBackwardThread {
   __device__ __forceinline__ void write_outputs() const {
     if constexpr (Stages::kShared) {
 #pragma unroll
-      for (int output = 0; output < Op::kOutputs; ++output) {
-        void* data = Op::output(p, output);
-        if (data != nullptr) staged.write_output(static_cast<T*>(data) + row * launch.dim, output);
+      for (int i = 0; i < Op::kOutputs; ++i) {
+        void* data = Op::output(p, i);
+        if (data != nullptr) staged.write_output(static_cast<T*>(data) + output, i);
       }
     }
   }
@@ -292,49 +297,54 @@ struct RowBackwardThread {
     RowMoments next{0.0f, 0.0f};
     // The factors first: after the rows they would wait for all of them.
     load_factors(first_of_group, [&] {
-      for (int stage = 0; stage < stages; ++stage) start(stage, stage, stage);
-      if (Stages::kBulk && ours > 0) next = load_moments<Op::kStatistics>(launch, row);
+      start_all();
+      if (Stages::kBulk && left > 0) next = load_moments<Op::kStatistics>(launch, row);
     });
     if (Op::kFactorsInShared) __syncthreads();
     row_sum_end(cluster);
-    int stage = 0, round = 0;
+    int stage = 0, turn = 0, round = 0;
 #pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) {
-      const bool row_inside = turn < ours;
+    for (; turns > 0; --turns) {
+      const bool row_inside = left > 0;
       RowMoments moments = next;
       if constexpr (Stages::kBulk) {
-        if (row_inside) staged.wait(stage, round);
-        if (turn + 1 < ours) next = load_moments<Op::kStatistics>(launch, row + launch.row_step);
+        if (row_inside) staged.wait(round);
+        if (left > 1) next = load_moments<Op::kStatistics>(launch, row + launch.row_step);
       } else {
         cp_async_wait_group(stages - 1);
-        if constexpr (Stages::kShared) row_barrier();  // all threads of the row see it
-        moments = moments_from<Op::kStatistics>(statistics_of(stage), launch.statistics_size);
+        if constexpr (Stages::kShared) {
+          row_barrier();  // all threads of the row see it
+          staged.find_row(row);
+        }
+        moments = moments_from<Op::kStatistics>(statistics, launch.statistics_size);
       }
       if (Op::factors_by_row(p) && row_inside) load_factors(row, [] {});
       const bool lost = may_be_unused(launch, moments);
       float row_sums[Op::kRowSums] = {};
-      // What is not used is told by the sums, too.
-      if (launch.needs_rows || launch.extra > 0 || Stages::kBulk) {
-        if (row_inside) add_terms(stage, moments, lost, row_sums);
-        row_sum<true>(row_sums, cluster, scratch, turn);
-      }
+      if (row_inside) add_terms(moments, lost, row_sums);
+      row_sum<true>(row_sums, cluster, scratch, turn);
       if constexpr (Stages::kBulk) {
         // The sum had a barrier: all threads of the row are done with the row before it.
-        if (turn > 0) start(turn + stages - 1, stages - 1, stage == 0 ? stages - 1 : stage - 1);
+        if (threadIdx.x == 0 && turn > 0 && left >= stages)
+          staged.start_row(row + (stages - 1) * launch.row_step, stage == 0 ? stages - 1 : -1);
       }
       const bool unused = lost && is_unused(row_sums, moments);
       if (row_inside)
-        add_gradients(stage, moments, unused, Op::coefficients(p, row_sums, moments, launch));
+        add_gradients(moments, unused, Op::coefficients(p, row_sums, moments, launch));
       if constexpr (!Stages::kBulk) {
         if constexpr (Stages::kShared) row_barrier();  // all are done with the stage
-        start(turn + stages, stages, stage);
+        start(left > stages, row + stages * launch.row_step);
       }
       if constexpr (Stages::kShared) {
         if (row_inside) write_outputs();
       }
+      const bool last = ++stage == stages;
+      advance(last ? 1 - stages : 1);
+      if (last) stage = 0, round ^= 1;
       row += launch.row_step;
-      stage = stage + 1 == stages ? 0 : stage + 1;
-      if (stage == 0) round ^= 1;
+      output += launch.output_step;
+      ++turn;
+      --left;
     }
   }
 
@@ -546,6 +556,7 @@ gpuError row_backward(const typename Op::Params& p, RowBackward launch,
   const RowBackwardMemory memory(shape);
   const int rows = row.rows_per_block, threads = row.threads_per_row;
   launch.row_step = policy.blocks_per_group * rows;
+  launch.output_step = launch.row_step * shape.dim;
   launch.turns = static_cast<int>(shape.group_rows / launch.row_step);
   launch.rest = static_cast<int>(shape.group_rows % launch.row_step);
   for (int i = 0; i < launch.tensors.count; ++i) {

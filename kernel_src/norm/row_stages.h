@@ -13,6 +13,10 @@
 //
 // Tensor 0 is of type O, the others are of type T. kThreads: of any block, where a stage has room
 // for them all, so that offsets are constants; 0 where it has room for those that there are.
+//
+// NOTE: what a thread needs for every row, as where its stage is, it carries from one to the next.
+// Of what it could compute anew the compiler keeps nothing where registers are short, and takes
+// more instructions for addresses than for the sums.
 #pragma once
 
 #include <type_traits>
@@ -47,70 +51,62 @@ struct PrivateStages {
   static constexpr bool kBulk = false;
   static_assert(std::is_same_v<T, O>, "a thread's vectors have one size");
 
-  char* memory;  // this thread's first vector
-  RowColumns columns;
   const RowTensors& tensors;
-  int threads, stage_bytes;
+  const RowColumns columns;
+  const int threads;
+  char* here;                  // this thread's first vector in the stage of this row
   const char* next[kTensors];  // this thread's first column of the row that is started next
 
   __device__ __forceinline__ PrivateStages(void* shared, const RowTensors& tensors_,
                                            const RowColumns& columns_, int64_t first_row,
                                            int stages)
-      : columns(columns_),
-        tensors(tensors_),
-        threads(kThreads > 0 ? kThreads : blockDim.x * blockDim.y) {
-    const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-    memory = static_cast<char*>(shared) + thread * 16;
-    stage_bytes = offset_of(tensors.count);
+      : tensors(tensors_),
+        columns(columns_),
+        threads(kThreads > 0 ? kThreads : blockDim.x * blockDim.y),
+        here(static_cast<char*>(shared) + (threadIdx.y * blockDim.x + threadIdx.x) * 16) {
 #pragma unroll
-    for (int i = 0; i < kTensors; ++i) {
-      const int64_t size = i == 0 ? sizeof(O) : sizeof(T);
-      next[i] = static_cast<const char*>(tensors.data[i]) +
-                (first_row * tensors.stride[i] + columns.first_column) * size;
-    }
+    for (int i = 0; i < kTensors; ++i)
+      next[i] = reinterpret_cast<const char*>(tensors.row<T>(i, first_row, columns.first_column));
     // Columns past the end are zero in every stage: nothing is copied there later.
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if (columns.inside(j)) continue;
       for (int stage = 0; stage < stages; ++stage) {
-        *slot<O>(stage, 0, j) = Vector<O, N>::zero();
-        for (int i = 1; i < tensors.count; ++i) *slot<T>(stage, i, j) = Vector<T, N>::zero();
+        for (int i = 0; i < tensors.count; ++i)
+          *reinterpret_cast<Vector<T, N>*>(slot(i, j) + stage * stage_bytes()) =
+              Vector<T, N>::zero();
       }
     }
   }
 
-  __device__ __forceinline__ int offset_of(int tensor) const {
-    return tensor * kVectors * 16 * (kThreads > 0 ? kThreads : threads);
+  __device__ __forceinline__ int stage_bytes() const {
+    return tensors.count * kVectors * 16 * (kThreads > 0 ? kThreads : threads);
   }
-  template <typename U>
-  __device__ __forceinline__ Vector<U, N>* slot(int stage, int tensor, int j) const {
-    return reinterpret_cast<Vector<U, N>*>(memory + stage * stage_bytes + offset_of(tensor)) +
-           j * (kThreads > 0 ? kThreads : threads);
+  __device__ __forceinline__ char* slot(int tensor, int j) const {
+    return here + (tensor * kVectors + j) * 16 * (kThreads > 0 ? kThreads : threads);
   }
+  __device__ __forceinline__ void advance(int stages) { here += stages * stage_bytes(); }
 
-  __device__ __forceinline__ void start_next_row(int64_t, int stage, bool row_inside) {
+  __device__ __forceinline__ void start_next_row(bool row_inside, int64_t) {
 #pragma unroll
     for (int i = 0; i < kTensors; ++i) {
       if (row_inside && i < tensors.count) {
 #pragma unroll
         for (int j = 0; j < kVectors; ++j) {
-          if (!columns.inside(j)) continue;
-          if (i == 0) {
-            Vector<O, N>::load_async(slot<O>(stage, 0, j),
-                                     next[i] + j * columns.step * static_cast<int>(sizeof(O)));
-          } else {
-            Vector<T, N>::load_async(slot<T>(stage, i, j),
+          if (columns.inside(j))
+            Vector<T, N>::load_async(reinterpret_cast<Vector<T, N>*>(slot(i, j)),
                                      next[i] + j * columns.step * static_cast<int>(sizeof(T)));
-          }
         }
       }
       next[i] += tensors.step[i];
     }
   }
-  template <typename U>
-  __device__ __forceinline__ void read(int64_t, int stage, int tensor, int j,
-                                       float (&values)[N]) const {
-    Vector<U, N>::load_shared(slot<U>(stage, tensor, j)).to_floats(values);
+  template <typename U, int kTensor>
+  __device__ __forceinline__ Vector<U, N> read(int j) const {
+    return Vector<U, N>::load_shared(slot(kTensor, j));
+  }
+  __device__ __forceinline__ Vector<T, N> read_other(int tensor, int j, int64_t) const {
+    return Vector<T, N>::load_shared(slot(tensor, j));
   }
 };
 
@@ -119,80 +115,77 @@ struct BulkStages {
   static constexpr int N = 16 / sizeof(T);
   static constexpr bool kShared = false;
   static constexpr bool kBulk = true;
+  static_assert(std::is_same_v<T, O>, "a thread's vectors have one size");
 
-  char* memory;  // of this thread's row in the first stage
-  uint64_t* mbarriers;
   const RowTensors& tensors;
-  int stage_bytes, slice, slice_start, columns;
+  const int slice;    // columns of a row that this block has room for
+  const int columns;  // and works on
+  const int slice_start;
+  char* here;         // this thread's first vector in the stage of this row
+  uint32_t mbarrier;  // of that stage
 
   __device__ __forceinline__ BulkStages(void* shared, const RowTensors& tensors_,
                                         const RowColumns& all, int64_t, int stages)
-      : tensors(tensors_) {
-    __shared__ uint64_t all_mbarriers[kMaxRowStages * kMaxRowsPerBlock];
-    mbarriers = all_mbarriers + threadIdx.y * kMaxRowStages;
-    slice = blockDim.x * kVectors * N;
-    slice_start = all.first_column - threadIdx.x * N;
-    columns = max(0, min(all.dim - slice_start, slice));
-    const int row_bytes = offset_of(tensors.count);
-    stage_bytes = blockDim.y * row_bytes;
-    memory = static_cast<char*>(shared) + threadIdx.y * row_bytes;
+      : tensors(tensors_),
+        slice(blockDim.x * kVectors * N),
+        columns(max(0, min(all.dim - (all.first_column - static_cast<int>(threadIdx.x) * N),
+                           static_cast<int>(blockDim.x) * kVectors * N))),
+        slice_start(all.first_column - threadIdx.x * N) {
+    __shared__ uint64_t mbarriers[kMaxRowStages * kMaxRowsPerBlock];
+    mbarrier = shared_address(mbarriers + threadIdx.y * kMaxRowStages);
+    here = static_cast<char*>(shared) + threadIdx.y * row_bytes() + threadIdx.x * 16;
     if (threadIdx.x == 0) {
-      for (int stage = 0; stage < stages; ++stage)
-        mbarrier_init(shared_address(&mbarriers[stage]), 1);
+      for (int stage = 0; stage < stages; ++stage) mbarrier_init(mbarrier + stage * 8, 1);
       fence_mbarrier_init();
     }
     // Columns past the end are zero in every stage: nothing is copied there later.
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
-      if (local(j) < columns) continue;
+      if (all.inside(j)) continue;
       for (int stage = 0; stage < stages; ++stage) {
-        *slot<O>(stage, 0, j) = Vector<O, N>::zero();
-        for (int i = 1; i < tensors.count; ++i) *slot<T>(stage, i, j) = Vector<T, N>::zero();
+        for (int i = 0; i < tensors.count; ++i)
+          *reinterpret_cast<Vector<T, N>*>(slot(i, j) + stage * stage_bytes()) =
+              Vector<T, N>::zero();
       }
     }
     __syncthreads();
   }
 
-  __device__ __forceinline__ int offset_of(int tensor) const {
-    return tensor == 0
-               ? 0
-               : slice * (static_cast<int>(sizeof(O)) + (tensor - 1) * static_cast<int>(sizeof(T)));
+  __device__ __forceinline__ int row_bytes() const {
+    return tensors.count * slice * static_cast<int>(sizeof(T));
   }
-  __device__ __forceinline__ int local(int j) const {
-    return (j * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * N;
+  __device__ __forceinline__ int stage_bytes() const { return blockDim.y * row_bytes(); }
+  __device__ __forceinline__ char* slot(int tensor, int j) const {
+    return here + (tensor * kVectors + j) * static_cast<int>(blockDim.x) * 16;
   }
-  __device__ __forceinline__ char* row_memory(int stage, int tensor) const {
-    return memory + stage * stage_bytes + offset_of(tensor);
-  }
-  template <typename U>
-  __device__ __forceinline__ Vector<U, N>* slot(int stage, int tensor, int j) const {
-    return reinterpret_cast<Vector<U, N>*>(reinterpret_cast<U*>(row_memory(stage, tensor)) +
-                                           local(j));
+  __device__ __forceinline__ void advance(int stages) {
+    here += stages * stage_bytes();
+    mbarrier += stages * 8;
   }
 
-  // One thread of the row calls this.
-  __device__ __forceinline__ void start_row(int64_t row, int stage) const {
-    uint64_t* mbarrier = &mbarriers[stage];
-    const int x_bytes = columns * static_cast<int>(sizeof(T));
-    const int out_bytes = columns * static_cast<int>(sizeof(O));
-    mbarrier_arrive_expect_tx(shared_address(mbarrier), out_bytes + (tensors.count - 1) * x_bytes);
+  // Starts a row, into the stage that is so many after this one. The first thread of the row calls
+  // this.
+  __device__ __forceinline__ void start_row(int64_t row, int further) const {
+    const int bytes = columns * static_cast<int>(sizeof(T));
+    const uint32_t barrier = mbarrier + further * 8;
+    mbarrier_arrive_expect_tx(barrier, tensors.count * bytes);
     if (columns == 0) return;
-    bulk_copy_async(row_memory(stage, 0), tensors.row<O>(0, row, slice_start), out_bytes,
-                    shared_address(mbarrier));
 #pragma unroll
-    for (int i = 1; i < kTensors; ++i) {
+    for (int i = 0; i < kTensors; ++i) {
       if (i < tensors.count)
-        bulk_copy_async(row_memory(stage, i), tensors.row<T>(i, row, slice_start), x_bytes,
-                        shared_address(mbarrier));
+        bulk_copy_async(slot(i, 0) + further * stage_bytes(), tensors.row<T>(i, row, slice_start),
+                        bytes, barrier);
     }
   }
-  __device__ __forceinline__ void wait(int stage, int round) const {
-    mbarrier_wait_parity_cluster(shared_address(&mbarriers[stage]), round);
+  __device__ __forceinline__ void wait(int round) const {
+    mbarrier_wait_parity_cluster(mbarrier, round);
   }
-  template <typename U>
-  __device__ __forceinline__ void read(int64_t, int stage, int tensor, int j,
-                                       float (&values)[N]) const {
-    Vector<U, N>::load_shared(slot<U>(stage, tensor, j)).to_floats(values);
+  template <typename U, int kTensor>
+  __device__ __forceinline__ Vector<U, N> read(int j) const {
+    return Vector<U, N>::load_shared(slot(kTensor, j));
+  }
+  __device__ __forceinline__ Vector<T, N> read_other(int tensor, int j, int64_t) const {
+    return Vector<T, N>::load_shared(slot(tensor, j));
   }
 };
 
@@ -202,66 +195,89 @@ struct SharedStages {
   static constexpr bool kShared = true;
   static constexpr bool kBulk = false;
 
-  char* memory;
   const RowTensors& tensors;
-  int slice_start, columns, row_bytes, stages;
+  const int slice_start, columns, row_bytes;
+  char* here;     // the row of tensor 0 in the stage of this row, and 16 bytes a thread
+  char* outputs;  // the row of output 0, and 16 bytes a thread
+  const char* next[kTensors];  // this block's first column of the row that is started next
+  StagedStart starts[2];       // of this thread's first column in this row, of what is read twice
 
   __device__ __forceinline__ SharedStages(void* shared, const RowTensors& tensors_,
-                                          const RowColumns& all, int64_t, int stages_)
-      : memory(static_cast<char*>(shared)), tensors(tensors_), stages(stages_) {
-    const int slice = blockDim.x * kVectors * N;  // columns of a row that this block works on
-    slice_start = all.first_column - threadIdx.x * N;
-    columns = min(all.dim - slice_start, slice);
-    row_bytes = staged_bytes(slice, sizeof(O) > sizeof(T) ? sizeof(O) : sizeof(T));
+                                          const RowColumns& all, int64_t first_row, int stages)
+      : tensors(tensors_),
+        slice_start(all.first_column - threadIdx.x * N),
+        columns(min(all.dim - slice_start, static_cast<int>(blockDim.x) * kVectors * N)),
+        row_bytes(staged_bytes(blockDim.x * kVectors * N,
+                               sizeof(O) > sizeof(T) ? sizeof(O) : sizeof(T))) {
+    here = static_cast<char*>(shared) + threadIdx.y * tensors.count * row_bytes + threadIdx.x * 16;
+    outputs = static_cast<char*>(shared) + stages * stage_bytes() + threadIdx.y * row_bytes +
+              threadIdx.x * 16;
   }
 
-  __device__ __forceinline__ char* row_memory(int stage, int tensor) const {
-    const int row = stage * static_cast<int>(blockDim.y) + static_cast<int>(threadIdx.y);
-    return memory + (row * tensors.count + tensor) * row_bytes;
+  __device__ __forceinline__ const char* start_of(int tensor, int64_t row) const {
+    return tensor == 0 ? reinterpret_cast<const char*>(tensors.row<O>(0, row, slice_start))
+                       : reinterpret_cast<const char*>(tensors.row<T>(tensor, row, slice_start));
   }
-  __device__ __forceinline__ char* output_memory(int output) const {
-    const int rows = blockDim.y;
-    const int row = stages * rows * tensors.count + output * rows + static_cast<int>(threadIdx.y);
-    return memory + row * row_bytes;
+  __device__ __forceinline__ int stage_bytes() const {
+    return blockDim.y * tensors.count * row_bytes;
   }
-  __device__ __forceinline__ void start_next_row(int64_t row, int stage, bool row_inside) const {
+  __device__ __forceinline__ void advance(int stages) { here += stages * stage_bytes(); }
+  __device__ __forceinline__ StagedStart find(int tensor, int64_t row) const {
+    const int of_thread = tensor == 0 ? N * static_cast<int>(sizeof(O)) - 16 : 0;
+    return StagedStart(here + static_cast<int>(threadIdx.x) * of_thread + tensor * row_bytes +
+                       bytes_behind_boundary(start_of(tensor, row)));
+  }
+  // Before this row is read.
+  __device__ __forceinline__ void find_row(int64_t row) {
+    starts[0] = find(0, row);
+    starts[1] = find(1, row);
+  }
+
+  __device__ __forceinline__ void start_next_row(bool row_inside, int64_t row) const {
     if (!row_inside) return;
-    stage_in(row_memory(stage, 0), tensors.row<O>(0, row, slice_start), columns, threadIdx.x,
-             blockDim.x);
+    const int thread = threadIdx.x, threads = blockDim.x;
 #pragma unroll
-    for (int i = 1; i < kTensors; ++i) {
+    for (int i = 0; i < kTensors; ++i) {
+      char* target = here + i * row_bytes - 16 * thread;
       if (i < tensors.count) {
-        stage_in(row_memory(stage, i), tensors.row<T>(i, row, slice_start), columns, threadIdx.x,
-                 blockDim.x);
+        if (i == 0) {
+          stage_in(target, tensors.row<O>(0, row, slice_start), columns, thread, threads);
+        } else {
+          stage_in(target, tensors.row<T>(i, row, slice_start), columns, thread, threads);
+        }
       }
     }
   }
 
-  // Where vector j of this thread starts in its slice, and how many of its elements are there.
-  __device__ __forceinline__ int local(int j) const {
-    return (j * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * N;
+  // Where vector j is after the thread's first, and how many of its elements are there.
+  __device__ __forceinline__ int offset(int j, int size) const {
+    return j * static_cast<int>(blockDim.x) * N * size;
   }
-  __device__ __forceinline__ int left(int j) const { return columns - local(j); }
-
-  template <typename U>
-  __device__ __forceinline__ void read(int64_t row, int stage, int tensor, int j,
-                                       float (&values)[N]) const {
-    const int shift = bytes_behind_boundary(tensors.row<U>(tensor, row, slice_start));
-    load_staged<U, N>(row_memory(stage, tensor) + shift + local(j) * static_cast<int>(sizeof(U)),
-                      left(j))
-        .to_floats(values);
+  __device__ __forceinline__ int left(int j) const {
+    return columns - (j * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * N;
   }
 
-  // `target` is the row in global memory.
+  template <typename U, int kTensor>
+  __device__ __forceinline__ Vector<U, N> read(int j) const {
+    return load_staged<U, N>(starts[kTensor], offset(j, sizeof(U)), left(j));
+  }
+  __device__ __forceinline__ Vector<T, N> read_other(int tensor, int j, int64_t row) const {
+    return load_staged<T, N>(find(tensor, row), offset(j, sizeof(T)), left(j));
+  }
+
+  // `target` is where the row's slice begins in global memory.
   __device__ __forceinline__ void store_output(const T* target, int output, int j,
                                                const Vector<T, N>& vector) const {
-    const int shift = bytes_behind_boundary(target + slice_start);
-    store_staged(vector, output_memory(output) + shift + local(j) * static_cast<int>(sizeof(T)),
+    store_staged(vector,
+                 outputs + output * static_cast<int>(blockDim.y) * row_bytes +
+                     bytes_behind_boundary(target) + offset(j, sizeof(T)),
                  left(j));
   }
   // All of the row's threads have stored.
   __device__ __forceinline__ void write_output(T* target, int output) const {
-    stage_out(output_memory(output), target + slice_start, columns, threadIdx.x, blockDim.x);
+    const int thread = threadIdx.x;
+    stage_out(outputs - 16 * thread + output * static_cast<int>(blockDim.y) * row_bytes, target,
+              columns, thread, blockDim.x);
   }
 };
 

@@ -32,10 +32,10 @@ struct RowBackward {
   int64_t dim;
   int64_t groups, group_rows;
   Divisor blocks_per_group;
-  int64_t row_step;  // between rows that a thread has one after the other
-  int turns, rest;   // a thread has so many of a group's; and the first `rest` threads one more
-  bool needs_rows;   // and not sums of columns alone
-  float* partials;   // [groups][blocks_per_group][partial_kinds][dim], or null
+  int64_t row_step, output_step;  // rows, and elements, between rows that a thread has
+  int turns, rest;  // a thread has so many of a group's; and the first `rest` threads one more
+  bool needs_rows;  // and not sums of columns alone
+  float* partials;  // [groups][blocks_per_group][partial_kinds][dim], or null
   int partial_kinds;
   int row_blocks, column_blocks;
   float2* means;  // [rows], of streamed rows: the pair of Coefficients, for sums of columns
@@ -62,9 +62,12 @@ __device__ __forceinline__ RowMoments moments_from(const float* values, int size
   return {0.0f, values[0]};
 }
 template <int kStatistics>
+__device__ __forceinline__ const float* statistics_of(const RowBackward& launch, int64_t row) {
+  return launch.statistics + (kStatistics == 1 ? row : row * launch.statistics_size);
+}
+template <int kStatistics>
 __device__ __forceinline__ RowMoments load_moments(const RowBackward& launch, int64_t row) {
-  return moments_from<kStatistics>(launch.statistics + row * launch.statistics_size,
-                                   launch.statistics_size);
+  return moments_from<kStatistics>(statistics_of<kStatistics>(launch, row), launch.statistics_size);
 }
 
 // Sums of kWidth columns over the rows of a block: `first` is the first column of the first row, in
