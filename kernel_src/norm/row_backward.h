@@ -196,11 +196,13 @@ struct RowBackwardThread {
       if (threadIdx.x != 0) return;
       for (int i = 0; i < min(stages, left); ++i) staged.start_row(row + i * launch.row_step, i);
     } else {
-      for (int i = 0; i < stages; ++i) {
-        start(i < left, row + i * launch.row_step);
+      const int there = min(stages, left);
+      for (int i = 0; i < there; ++i) {
+        start(true, row + i * launch.row_step);
         advance(1);
       }
-      advance(-stages);
+      advance(-there);
+      for (int i = there; i < stages; ++i) cp_async_commit_group();  // of no row
     }
   }
   __device__ __forceinline__ void advance(int by) {
@@ -407,7 +409,7 @@ __global__ void __launch_bounds__(Op::kThreads, 1)
   const int own_row = block_row + static_cast<int>(threadIdx.y) * (spread ? blocks : 1);
   row_sum_start(cluster, scratch);
   RowBackwardThread<Op, Stages, kVectors, kClusters> thread(
-      p, launch, layout, reinterpret_cast<char*>(dynamic_memory), cluster,
+      p, launch, layout, shared_in_register(dynamic_memory), cluster,
       cluster > 1 ? cluster_rank() : 0, begin + own_row,
       launch.turns + (block_row < launch.rest ? 1 : 0),
       launch.turns + (own_row < launch.rest ? 1 : 0));
@@ -415,23 +417,23 @@ __global__ void __launch_bounds__(Op::kThreads, 1)
   launch_dependents();
   if (launch.partials == nullptr || launch.column_blocks > 0) return;
   cp_async_wait_group(0);
+  if constexpr (Op::kColumnSums == 1) {
+    if (launch.blocks_per_group.value == 1) {  // of the only part there is nothing to add up
+      const auto finish = Op::finish(p);
+      thread.add_rows(0, [&](int column, float sum) {
+        float none[1];
+        finish.group(finish.load(column, true), group, column, {sum}, none);
+      });
+      return;
+    }
+  }
   float* partial = launch.partials + part * launch.partial_kinds * launch.dim;
 #pragma unroll
   for (int i = 0; i < Op::kColumnSums; ++i) {
     const int kind = Op::kind(p, i);
     if (kind < 0) continue;
-    thread.add_rows(i, [&](int column, float sum) {
-      if constexpr (Op::kColumnSums == 1) {
-        // Of the only part there is nothing to add up.
-        if (launch.blocks_per_group.value == 1) {
-          float none[1];
-          const auto finish = Op::finish(p);
-          finish.group(finish.load(column, true), group, column, {sum}, none);
-          return;
-        }
-      }
-      partial[kind * launch.dim + column] = sum;
-    });
+    float* sums = partial + kind * launch.dim;
+    thread.add_rows(i, [&](int column, float sum) { sums[column] = sum; });
   }
 }
 

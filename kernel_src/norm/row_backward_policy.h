@@ -238,7 +238,11 @@ inline RowBackwardPolicy row_backward_policy(const DeviceInfo& real_device,
   row.streamed = block_count > block_limit;
   if (row.streamed) {
     row.cluster = 1;
-    policy.blocks_per_group = std::clamp<int64_t>(64 / shape.groups, 1, shape.group_rows);
+    // The 256 threads of a block for columns have so many rows at a time (norm/row_columns.h). With
+    // fewer in a part most of them would idle.
+    constexpr int64_t kRowsAtOnce = 256 / kRowBackwardTile;
+    policy.blocks_per_group = std::clamp<int64_t>(
+        std::min(64 / shape.groups, shape.group_rows / kRowsAtOnce), 1, shape.group_rows);
     return policy;
   }
   row.vectors = most_vectors;

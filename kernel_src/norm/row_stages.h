@@ -21,6 +21,7 @@
 
 #include <type_traits>
 
+#include "common/ptx.h"
 #include "common/reduce.h"
 #include "common/staged.h"
 #include "common/vector.h"
@@ -29,6 +30,18 @@
 
 namespace fuselage {
 namespace {
+
+// Shared memory, by an address that stays in a register: nvcc computes that of a shared array anew
+// wherever it is used, from the block's number in its cluster, which takes tens of cycles to read.
+__device__ __forceinline__ char* shared_in_register(void* pointer) {
+#if defined(USE_ROCM)
+  return static_cast<char*>(pointer);
+#else
+  uint32_t address = shared_address(pointer);
+  asm volatile("" : "+r"(address));
+  return static_cast<char*>(__cvta_shared_to_generic(address));
+#endif
+}
 
 // Where a thread's columns are: vector j starts at first_column + j * step.
 struct RowColumns {
