@@ -27,18 +27,9 @@ namespace {
 
 RowBackward ada_norm_backward_launch(const AdaNormBackward& p, const RowBackwardShape& shape) {
   RowBackward launch{};
-  RowTensors& tensors = launch.tensors;
-  const auto add = [&](const void* data, int64_t stride) {
-    tensors.data[tensors.count] = data;
-    tensors.stride[tensors.count++] = stride;
-  };
-  add(p.grad_out, p.grad_out_stride);
-  add(p.s, p.s_stride);
-  if (p.grad_new_residual != nullptr) {
-    launch.extra = tensors.count;
-    add(p.grad_new_residual, p.grad_new_residual_stride);
-  }
-  if (p.x != nullptr) add(p.x, p.x_stride);
+  launch.read(p.grad_out, p.grad_out_stride, p.s, p.s_stride, p.grad_new_residual,
+              p.grad_new_residual_stride);
+  if (p.x != nullptr) launch.tensors.add(p.x, p.x_stride);
   launch.statistics = p.statistics;
   launch.statistics_size = p.layer ? 2 : 1;
   launch.needs_rows = p.grad_x != nullptr || p.grad_residual != nullptr || p.grad_gate != nullptr;

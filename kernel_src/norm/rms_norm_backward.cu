@@ -127,17 +127,8 @@ struct RmsNormBackwardOp {
 
 RowBackward rms_norm_backward_launch(const RmsNormBackward& p) {
   RowBackward launch{};
-  RowTensors& tensors = launch.tensors;
-  const auto add = [&](const void* data, int64_t stride) {
-    tensors.data[tensors.count] = data;
-    tensors.stride[tensors.count++] = stride;
-  };
-  add(p.grad_out, p.grad_out_stride);
-  add(p.x, p.x_stride);
-  if (p.grad_new_residual != nullptr) {
-    launch.extra = tensors.count;
-    add(p.grad_new_residual, p.grad_new_residual_stride);
-  }
+  launch.read(p.grad_out, p.grad_out_stride, p.x, p.x_stride, p.grad_new_residual,
+              p.grad_new_residual_stride);
   launch.statistics = p.rstd;
   launch.statistics_size = 1;
   launch.needs_rows = p.grad_x != nullptr;

@@ -17,6 +17,10 @@ struct RowTensors {
   int64_t step[kMaxRowTensors];      // bytes between rows that a thread has one after the other
   int count;
 
+  void add(const void* tensor, int64_t row_stride) {
+    data[count] = tensor;
+    stride[count++] = row_stride;
+  }
   template <typename U>
   __device__ __forceinline__ const U* row(int i, int64_t row, int64_t column) const {
     return static_cast<const U*>(data[i]) + row * stride[i] + column;
@@ -39,6 +43,17 @@ struct RowBackward {
   int partial_kinds;
   int row_blocks, column_blocks;
   float2* means;  // [rows], of streamed rows: the pair of Coefficients, for sums of columns
+
+  // What is read for every row: the gradient of the result, what was normalised, and the gradient
+  // of the latter, if it is a result, too.
+  void read(const void* grad_out, int64_t grad_out_stride, const void* s, int64_t s_stride,
+            const void* grad_s, int64_t grad_s_stride) {
+    tensors.add(grad_out, grad_out_stride);
+    tensors.add(s, s_stride);
+    if (grad_s == nullptr) return;
+    extra = tensors.count;
+    tensors.add(grad_s, grad_s_stride);
+  }
 };
 
 // How its shared memory is laid out: [statistics of each stage][factors][stages][outputs].
