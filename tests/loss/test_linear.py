@@ -419,15 +419,16 @@ def test_log_probs(fuselage, device, dtype, softcap, temperature):
 
 @pytest.mark.kernels_ci
 @each_dtype
-def test_log_probs_are_those_of_the_draw(fuselage, device, dtype):
+@pytest.mark.parametrize("rows", [70, 600])
+def test_log_probs_are_those_of_the_draw(fuselage, device, dtype, rows):
     """Bit for bit, for the whole batch and for one row of it."""
-    given = make(device, dtype, rows=70, dim=64, vocab=1500, ignored=0.0)
+    given = make(device, dtype, rows=rows, dim=64, vocab=1500, ignored=0.0)
     drawn = fuselage.lm_head_sample(
         given["hidden"], given["weight"], temperature=0.8, seed=1, return_logprobs=True
     )
     tokens = drawn.tokens[:, 0] if drawn.tokens.dim() == 2 else drawn.tokens
     reported = drawn.logprobs.view(-1)
-    for part in (slice(0, 70), slice(5, 6)):
+    for part in (slice(0, rows), slice(5, 6)):
         found = fuselage.linear_log_probs(
             given["hidden"][part], given["weight"], tokens[part], temperature=0.8
         )
