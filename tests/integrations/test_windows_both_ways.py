@@ -68,10 +68,14 @@ def states(model, ids, **inputs):
 
 
 def assert_right(run, plain, exact, ids, rows=slice(None), **inputs):
-    """The result of `run` is as close to the exact one as the plain model's."""
+    """The result of `run` is as close to the exact one as the plain model's.
+
+    Of so few tokens the errors differ by 3% by chance; a window one token off has several times
+    that of the plain model.
+    """
     with torch.no_grad():
         results = [states(model, ids, **inputs)[rows] for model in (run, plain, exact)]
-    assert_no_farther(*(lambda _, r=r: r for r in results), seeds=1)
+    assert_no_farther(*(lambda _, r=r: r for r in results), seeds=1, margin=1.1)
 
 
 def windows_of(plain) -> list:
@@ -153,7 +157,7 @@ def test_gradients(fuselage, integration, window, device, mode):
 @pytest.mark.parametrize("columns", [DISTANCE - 1, DISTANCE, DISTANCE + 1, 2 * DISTANCE + 2])
 def test_sizes_about_the_window(fuselage, integration, window, device, columns, mode):
     exact, plain, patched = models(integration, device=device)
-    call = right(plain, exact, tokens(64, columns, device))
+    call = right(plain, exact, tokens(8, columns, device))
     assert calls_of(fuselage, patched, mode, call) == (1 if columns >= DISTANCE else 0)
 
 
@@ -274,7 +278,7 @@ def test_an_overlay_over_a_few_tokens(fuselage, integration, window, device, col
     """All of them are within the window, or two of them are not."""
     exact, plain, patched = models(integration, "Gemma3Text", device)
     run, seen = compiled(patched)
-    call = right(plain, exact, tokens(64, columns, device))
+    call = right(plain, exact, tokens(8, columns, device))
     call(run)
     assert seen == [BOTH if columns > DISTANCE else None, None]
     assert calls_of(fuselage, patched, "eager", call) == (columns > DISTANCE + 1)
