@@ -35,6 +35,18 @@ __device__ __forceinline__ unsigned long long weight_at(float distance, int shif
 
 // ---- a part of a row ----
 
+// Which of the cluster's blocks a block is, and the row that it has a part of.
+struct WeighedRow {
+  int rank;
+  int64_t row;
+};
+
+__device__ __forceinline__ WeighedRow weighed_row(const RowWeightsPolicy& policy) {
+  const int rank = policy.cluster == 1 ? 0 : cluster_rank();
+  const int64_t cluster = blockIdx.x / static_cast<unsigned>(policy.cluster);
+  return {rank, cluster * policy.rows_per_block + threadIdx.y};
+}
+
 template <typename T, bool kAligned>
 struct RowPart {
   using Columns = LogitColumns<T, kWeightVectors>;

@@ -90,7 +90,6 @@ inline RowBackwardShape ada_norm_backward_shape(const AdaNormBackward& p) {
   shape.short_rows = !residual;
   shape.least_vectors = kAdaNormLeastVectors;
   shape.bulk = !by_row;
-  shape.one_layout = true;
   // With more tensors always: to copy them otherwise takes registers that there are not.
   shape.bulk_turns = shape.tensors > 2 ? 0 : 2;
   // NOTE: measured on an H200, bfloat16, layer_norm. Rows in bulk: (13107, 5120) takes 116 us with

@@ -37,7 +37,6 @@ struct RowBackwardShape {
   int least_vectors;         // of a thread in these
   bool bulk;                 // whether there are kernels with bulk copies
   bool full_stages;          // stages have room for all threads that a block may have
-  bool one_layout;           // unaligned rows have the threads of aligned ones, and then one stage
   // What was measured for the operator:
   int bulk_turns;    // bulk copies pay where a block has more rows than these, one after the other
   int bulk_stages;   // of bulk copies, for rows of one block
@@ -45,6 +44,8 @@ struct RowBackwardShape {
   int column_steps;  // of blocks that have columns, that take as long as a second kernel
 
   constexpr bool one_type() const { return grad_out_size == element_size; }
+  // Whether unaligned rows have the threads of aligned ones, and then one stage.
+  constexpr bool one_layout() const { return !full_stages; }
 };
 
 struct RowBackwardPolicy {
@@ -222,7 +223,7 @@ inline RowBackwardPolicy row_backward_policy(const DeviceInfo& real_device,
   unaligned.aligned = false;
   const auto is_too_much = [&] {
     const int bytes =
-        shape.one_layout
+        shape.one_layout()
             ? std::max(memory.bytes(1, 1, block_threads, most_vectors),
                        RowBackwardMemory(unaligned).bytes(1, 1, block_threads, most_vectors))
             : memory.bytes(least_stages, 1, block_threads, most_vectors);
@@ -253,7 +254,7 @@ inline RowBackwardPolicy row_backward_policy(const DeviceInfo& real_device,
   row.threads_per_row = threads_for(block_count, row.vectors);
   const int64_t most_rows =
       row.cluster > 1 ? 1
-                      : (shape.one_layout ? block_threads : shape.threads) / row.threads_per_row;
+                      : (shape.one_layout() ? block_threads : shape.threads) / row.threads_per_row;
   // Where rows are few, the sums of columns are made by blocks of their own. Rows of two types are
   // too rare for them.
   if (shape.column_sums > 0 && !shape.sums_need_rows && shape.one_type()) {

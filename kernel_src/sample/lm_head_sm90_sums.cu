@@ -35,10 +35,7 @@ __global__ void __launch_bounds__(kWeightThreads, kWeightBlocks)
     sums_kernel(const DrawSums p, const RowWeightsPolicy policy) {
   extern __shared__ __align__(16) char kept[];
   __shared__ SharedWeights shared;
-  const int rank = policy.cluster == 1 ? 0 : cluster_rank();
-  const int64_t row =
-      int64_t{blockIdx.x / static_cast<unsigned>(policy.cluster)} * policy.rows_per_block +
-      threadIdx.y;
+  const auto [rank, row] = weighed_row(policy);
   // NOTE: all threads of a cluster, or of a warp.
   if (row >= p.draws.batch) return;
   using Part = RowPart<float, true>;
