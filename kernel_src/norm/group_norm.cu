@@ -217,7 +217,7 @@ __device__ __forceinline__ void combine_channels(const GroupNormForward& p,
 
 // Grid: (chunks of all samples, tiles). Block: (threads_x, threads_y).
 template <typename T>
-__global__ void __launch_bounds__(kGroupNormRowsThreads, 2)
+__global__ void __launch_bounds__(kGroupNormRowsThreads, kGroupNormRowsBlocks)
     group_norm_rows_moments_kernel(const GroupNormForward p, const Divisor chunks) {
   constexpr int N = 16 / sizeof(T);
   __shared__ float2 of_threads[kGroupNormRowsThreads * N];
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(kGroupNormRowsThreads, 2)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kGroupNormRowsThreads, 2)
+__global__ void __launch_bounds__(kGroupNormRowsThreads, kGroupNormRowsBlocks)
     group_norm_rows_apply_kernel(const GroupNormForward p, const Divisor chunks,
                                  const Divisor group_channels) {
   constexpr int N = 16 / sizeof(T);

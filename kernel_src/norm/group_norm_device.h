@@ -102,16 +102,21 @@ __device__ __forceinline__ GroupMoments merged(const GroupMoments& a, const Grou
   return {count, fmaf(d, share, a.mean), fmaf(a.count * share * d, d, a.squares + b.squares)};
 }
 
+// Of this lane and of that whose index differs in the bit `mask`, in both. NOTE: values are chosen
+// one by one: of two structs the compiler chooses addresses, and keeps them in memory.
+__device__ __forceinline__ GroupMoments merged_across(const GroupMoments& m, int mask, int lane) {
+  const float count = shuffle_xor(m.count, mask, kWarpSize);
+  const float mean = shuffle_xor(m.mean, mask, kWarpSize);
+  const float squares = shuffle_xor(m.squares, mask, kWarpSize);
+  const bool upper = (lane & mask) != 0;
+  return merged({upper ? count : m.count, upper ? mean : m.mean, upper ? squares : m.squares},
+                {upper ? m.count : count, upper ? m.mean : mean, upper ? m.squares : squares});
+}
+
 // Of the lanes of a warp, in every one of them.
 __device__ __forceinline__ GroupMoments warp_moments(GroupMoments m, int lane) {
 #pragma unroll 1
-  for (int mask = 1; mask < kWarpSize; mask *= 2) {
-    const GroupMoments other{shuffle_xor(m.count, mask, kWarpSize),
-                             shuffle_xor(m.mean, mask, kWarpSize),
-                             shuffle_xor(m.squares, mask, kWarpSize)};
-    const bool upper = (lane & mask) != 0;
-    m = merged(upper ? other : m, upper ? m : other);
-  }
+  for (int mask = 1; mask < kWarpSize; mask *= 2) m = merged_across(m, mask, lane);
   return m;
 }
 
