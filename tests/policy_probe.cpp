@@ -750,17 +750,21 @@ void loss(const DeviceInfo& device, Report& report) {
                             gradient.turns * gradient.threads * gradient.vectors * vector,
                     "logits without a block");
 
-      const RowWeightsPolicy twice = row_weights_policy(device, rows, vocab, vector, offset == 0);
-      expect_legal(report, device,
-                   {ceil_div(rows, twice.rows_per_block) * twice.cluster, 1, twice.threads,
-                    twice.rows_per_block, twice.shared_bytes + kWeightFixedBytes, twice.cluster},
-                   kWeightThreads);
-      report.expect(twice.threads % kWarpSize == 0 &&
-                        (twice.rows_per_block == 1 || twice.threads == kWarpSize) &&
-                        (twice.rows_per_block == 1 || twice.cluster == 1),
-                    "rows of a block");
-      report.expect(int64_t{twice.part} * twice.cluster >= vocab && twice.part % vector == 0,
-                    "logits without a block");
+      for (const int each : {1, kStripsInFlight}) {
+        const RowWeightsPolicy strips = row_weights_policy(device, rows, vocab, each, offset == 0);
+        expect_legal(
+            report, device,
+            {ceil_div(rows, strips.rows_per_block) * strips.cluster, 1, strips.threads,
+             strips.rows_per_block, strips.shared_bytes + kWeightFixedBytes, strips.cluster},
+            kWeightThreads);
+        report.expect(strips.threads % kWarpSize == 0 &&
+                          (strips.rows_per_block == 1 || strips.threads == kWarpSize) &&
+                          (strips.rows_per_block == 1 || strips.cluster == 1),
+                      "rows of a block");
+        report.expect(
+            int64_t{strips.part} * strips.cluster >= vocab && strips.part % (each * kStrip) == 0,
+            "logits without a block");
+      }
     });
   }
 }

@@ -1,7 +1,9 @@
-// The sum of the weights of a row of logits beside its maximum (common/softmax_math.h). The maximum
-// comes first, and then the sum, as integers, which has no order. The blocks of a cluster have a
-// part of the row each, and keep it in shared memory between the two (common/row_weights_policy.h).
-// A thread reads back what it has written itself: the part takes no barrier.
+// The sum of the weights of a row of logits (common/softmax_math.h): those of strips beside their
+// own maxima first, in one pass, and then those of the strips beside the row's. All are integers,
+// whose sum has no order. Strips are made of logits, or are in memory where a head has left them.
+//
+// The blocks of a cluster have a part of the row each (common/row_weights_policy.h). A thread reads
+// back what it has kept itself: the part takes no barrier.
 #pragma once
 
 #include "common/dispatch_size.h"
@@ -10,30 +12,100 @@
 #include "common/reduce.h"
 #include "common/row_weights_policy.h"
 #include "common/runtime_dtype.h"
+#include "common/strip_device.h"
 
 namespace fuselage {
 namespace {
 
-// ---- weights ----
+// ---- strips ----
 
-// weight_of (common/softmax_math.h), in fewer instructions on GPUs that convert a float to 64 bits
-// fast, as Hopper does. The same bits: the weight in its unit is a normal float before it is
-// rounded, so that one sum, rounded down, and the conversion round as weight_of's shift does.
-__device__ __forceinline__ unsigned long long weight_at(float distance, int shift) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  const float v = fmaxf(distance, -30.0f);  // weights of zero; so has NaN
-  // 1.5 * 2^23 as in split_exp, and the exponent of the unit: the low bits are the sum's.
-  const float magic = static_cast<float>(12582912 + kWeightBits - shift);
-  const float biased = GpuFloats::fma(v, kLog2E, magic);
-  const float factor = exp_factor<GpuFloats>(v, biased - magic);
-  const float weight = __uint_as_float(__float_as_uint(factor) + (__float_as_uint(biased) << 23));
-  return __float2ull_rz(__fadd_rd(weight, 0.5f));
-#else
-  return weight_of<GpuFloats>(distance, shift);
-#endif
-}
+struct RowStrip {
+  float max;
+  uint32_t weights;  // the sum
+  float mean;        // of the distances from `max`, by weight, where that is wanted
+};
 
-// ---- a part of a row ----
+// A row's or a block's part of one: `size` logits from `data` on, -inf past the end. A thread has
+// kVectors vectors at a time, which together with those of its neighbours are as many strips: one
+// becomes the thread's. NOTE: rows with an infinity are not weighed.
+template <typename T, bool kAligned, bool kWantsMean>
+struct LogitStrips {
+  static constexpr int kEach = 1, kVectors = kStrip * static_cast<int>(sizeof(T)) / 16;
+  static constexpr bool kHasMean = kWantsMean;
+  using Columns = LogitColumns<T, kVectors>;
+  static constexpr int N = Columns::N;
+  const T* data;
+  int size;
+  DType dtype;
+  float softcap, scale;  // strip_scale
+
+  __device__ __forceinline__ int steps() const {
+    const int step = static_cast<int>(blockDim.x) * kStrip;
+    return (size + step - 1) / step;
+  }
+  __device__ __forceinline__ void load(int step, RowStrip (&strips)[kEach]) const {
+    const Columns columns;
+    const int column = columns.first + step * columns.step;
+    RowLoading<T, kVectors, kAligned> loading;
+    loading.start(data + column, size - column);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      float values[N];
+      unpack(loading.finish(j), dtype, values);
+      finish_logits(values, size - column - j * kWarpSize * N, softcap, minus_infinity());
+      const RowStrip strip = strip_of(values);
+      if (threadIdx.x % kVectors == j) strips[0] = strip;
+    }
+  }
+  // That of the vectors of kVectors neighbouring lanes, in all of them.
+  __device__ __forceinline__ RowStrip strip_of(const float (&values)[N]) const {
+    RowStrip strip{values[0], 0, 0.0f};
+#pragma unroll
+    for (int k = 1; k < N; ++k) strip.max = max_or_nan(strip.max, values[k]);
+#pragma unroll
+    for (int mask = 1; mask < kVectors; mask *= 2)
+      strip.max = max_or_nan(strip.max, shuffle_xor(strip.max, mask, kWarpSize));
+    float products = 0.0f;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const StripWeight weight(values[k], strip.max, scale);
+      strip.weights += weight.units();
+      if (kWantsMean) products = __builtin_fmaf(weight.value, weight.power, products);
+    }
+#pragma unroll
+    for (int mask = 1; mask < kVectors; mask *= 2)
+      strip.weights += shuffle_xor(strip.weights, mask, kWarpSize);
+    if (kWantsMean)
+      strip.mean = 0.69314718f * warp_sum(products, kVectors) / static_cast<float>(strip.weights);
+    return strip;
+  }
+};
+
+// The same of strips in memory, aligned, of whole pairs.
+struct MemoryStrips {
+  static constexpr int kEach = kStripsInFlight;
+  static constexpr bool kHasMean = false;
+  const StripSum* data;
+  int size;  // strips
+
+  __device__ __forceinline__ int steps() const {
+    const int step = static_cast<int>(blockDim.x) * kEach;
+    return (size + step - 1) / step;
+  }
+  __device__ __forceinline__ void load(int step, RowStrip (&strips)[kEach]) const {
+    const int threads = static_cast<int>(blockDim.x);
+#pragma unroll
+    for (int i = 0; i < kEach; i += 2) {
+      const int at = (step * kEach + i) * threads + 2 * static_cast<int>(threadIdx.x);
+      uint4 two{};
+      if (at < size) two = *reinterpret_cast<const uint4*>(data + at);
+      strips[i] = {at < size ? __uint_as_float(two.x) : minus_infinity(), two.y, 0.0f};
+      strips[i + 1] = {at + 1 < size ? __uint_as_float(two.z) : minus_infinity(), two.w, 0.0f};
+    }
+  }
+};
+
+// ---- a row's part ----
 
 // Which of the cluster's blocks a block is, and the row that it has a part of.
 struct WeighedRow {
@@ -47,60 +119,56 @@ __device__ __forceinline__ WeighedRow weighed_row(const RowWeightsPolicy& policy
   return {rank, cluster * policy.rows_per_block + threadIdx.y};
 }
 
-template <typename T, bool kAligned>
 struct RowPart {
-  using Columns = LogitColumns<T, kWeightVectors>;
-  using V = Vector<T, Columns::N>;
-  static constexpr int N = Columns::N;
-  Columns columns;
-  const T* data;  // [size]
-  int size;
-  DType dtype;
-  float softcap;
-  V* shared;  // [kept, kWeightVectors, threads]
-  int kept;
+  int first, size;  // of logits
+};
 
-  // That of block `rank` of the row's.
-  __device__ __forceinline__ RowPart(const T* row, int64_t vocab, DType type, float cap,
-                                     const RowWeightsPolicy& policy, int rank, void* memory)
-      : data(row + int64_t{rank} * policy.part),
-        dtype(type),
-        softcap(cap),
-        shared(static_cast<V*>(memory)),
-        kept(policy.kept) {
-    const int64_t left = vocab - int64_t{rank} * policy.part;
-    size = static_cast<int>(left < 0 ? 0 : left < policy.part ? left : policy.part);
-  }
+// The part of the cluster's block `rank`.
+__device__ __forceinline__ RowPart part_of_row(const RowWeightsPolicy& policy, int rank,
+                                               int64_t vocab) {
+  const int64_t left = vocab - int64_t{rank} * policy.part;
+  return {rank * policy.part, static_cast<int>(left < 0             ? 0
+                                               : left < policy.part ? left
+                                                                    : policy.part)};
+}
 
-  // body(values) of all vectors, -inf past the end. kFirst: they come from global memory, and what
-  // there is room for is kept.
+// Strips that are kept between the two times that they are looked at.
+template <typename Source>
+struct KeptStrips {
+  static constexpr int kEach = Source::kEach;
+  Source source;
+  uint32_t* memory;  // [3, kept * kEach, threads]
+  int kept;          // steps
+
+  // body(strip) of all strips. kFirst: they come from the source, and what there is room for is
+  // kept.
   template <bool kFirst, typename Body>
   __device__ __forceinline__ void for_each(Body body) const {
-    const int threads = static_cast<int>(blockDim.x * blockDim.y);
-    V* own = shared + threadIdx.y * blockDim.x + threadIdx.x;
-    int column = columns.first, step = 0;
-    for (int first = 0; first < size; first += columns.step, column += columns.step, ++step) {
-      V vectors[kWeightVectors];
-      if (kFirst || step >= kept) {
-        RowLoading<T, kWeightVectors, kAligned> loading;
-        loading.start(data + column, size - column);
+    const int threads = static_cast<int>(blockDim.x * blockDim.y), array = kept * kEach * threads;
+    uint32_t* own = memory + threadIdx.y * blockDim.x + threadIdx.x;
+    const int steps = source.steps();
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step, own += kEach * threads) {
+      RowStrip strips[kEach];
+      const bool is_kept = step < kept;
+      if (kFirst || !is_kept) {
+        source.load(step, strips);
 #pragma unroll
-        for (int j = 0; j < kWeightVectors; ++j) {
-          vectors[j] = loading.finish(j);
-          if (kFirst && step < kept) vectors[j].store(own + (step * kWeightVectors + j) * threads);
+        for (int i = 0; i < kEach && kFirst; ++i) {
+          if (!is_kept) break;
+          own[i * threads] = __float_as_uint(strips[i].max);
+          own[i * threads + array] = strips[i].weights;
+          own[i * threads + 2 * array] = __float_as_uint(strips[i].mean);
         }
       } else {
 #pragma unroll
-        for (int j = 0; j < kWeightVectors; ++j)
-          vectors[j] = V::load_shared(own + (step * kWeightVectors + j) * threads);
+        for (int i = 0; i < kEach; ++i) {
+          strips[i] = {__uint_as_float(own[i * threads]), own[i * threads + array],
+                       __uint_as_float(own[i * threads + 2 * array])};
+        }
       }
 #pragma unroll
-      for (int j = 0; j < kWeightVectors; ++j) {
-        float values[N];
-        unpack(vectors[j], dtype, values);
-        finish_logits(values, size - column - j * kWarpSize * N, softcap, minus_infinity());
-        body(values);
-      }
+      for (int i = 0; i < kEach; ++i) body(strips[i]);
     }
   }
 };
@@ -182,6 +250,39 @@ __device__ __forceinline__ WeightSums share_sums(SharedWeights& shared, int clus
   }
   cluster_sync();  // NOTE: a block whose memory is read must not end.
   return sums;
+}
+
+// ---- a row ----
+
+struct RowWeights {
+  float max;  // in every thread of the cluster; NaN where there is one
+  WeightSums sums;
+};
+
+// Of a row, by all threads of its cluster. `is_weighed`: whether a row of such a maximum has
+// weights.
+template <typename Source, typename IsWeighed>
+__device__ __forceinline__ RowWeights weigh_row(SharedWeights& shared, const Source& source,
+                                                void* memory, const RowWeightsPolicy& policy,
+                                                int64_t vocab, float inv_temperature,
+                                                IsWeighed is_weighed) {
+  const KeptStrips<Source> strips{source, static_cast<uint32_t*>(memory), policy.kept};
+  RowWeights row{minus_infinity(), {0, 0.0f}};
+  strips.template for_each<true>(
+      [&](const RowStrip& strip) { row.max = max_or_nan(row.max, strip.max); });
+  row.max = share_max(shared, policy.cluster, row.max);
+  if (is_weighed(row.max)) {
+    const int shift = weight_shift(vocab);
+    strips.template for_each<false>([&](const RowStrip& strip) {
+      const float distance = distance_of(strip.max, row.max, inv_temperature);
+      const unsigned long long weight = weight_of_strip<GpuFloats>(strip.weights, distance, shift);
+      row.sums.weights += weight;
+      if (Source::kHasMean && weight != 0)
+        row.sums.products += static_cast<float>(weight) * (distance + strip.mean);
+    });
+  }
+  row.sums = share_sums(shared, policy.cluster, row.sums);
+  return row;
 }
 
 }  // namespace

@@ -5,39 +5,44 @@
 #include <algorithm>
 
 #include "common/launch_policy.h"
+#include "common/strip.h"
 
 namespace fuselage {
 
-// A row is read twice: for the maximum, and for the weights. The blocks of a cluster have a part of
-// it each, and keep what they can of that in shared memory. What they cannot is read again, from L2
-// mostly.
+// A row is read once, by strips of kStrip logits; the blocks of a cluster have a part of it each. A
+// thread has some strips at a time, and keeps of each the maximum, the sum of the weights and their
+// mean distance (common/row_weights.h) in shared memory, as long as there is room for it. The
+// others are made again.
 constexpr int kWeightThreads = 512;          // of a block, at most
-constexpr int kWeightVectors = 2;            // 16-byte loads of a thread in flight
 constexpr int kWeightWanted = 40000;         // logits of a row for one block
 constexpr int kWeightWantedOfFew = 16384;    // where rows are few
+constexpr int kStripsWanted = 1 << 20;       // the same, where strips are in memory
 constexpr int kWeightFixedBytes = 4 * 1024;  // of a block, besides what it keeps
 constexpr int kWeightBlocks = 2;             // of kWeightThreads, on an SM
 constexpr int kWeightNarrowRows = 4;         // of a block where a warp has a row
+constexpr int kKeptBytes = 12;               // of a strip
+constexpr int kStripsInFlight = 8;           // of a thread, where strips are in memory
 
 struct RowWeightsPolicy {
   int threads, rows_per_block;
   int cluster;
-  int part;  // logits of a row for one block, whole vectors
-  int kept;  // steps of kWeightVectors vectors a thread that are kept
+  int part;  // logits of a row for one block, whole strips
+  int kept;  // steps of a thread whose strips are kept
   int shared_bytes;
 };
 
-// `any_order`: the layout may depend on the rows, as no float is added up.
+// `each`: strips of a thread at a time, 1 where they are made of logits. `any_order`: the layout
+// may depend on the rows, as no float is added up.
 inline RowWeightsPolicy row_weights_policy(const DeviceInfo& device, int64_t rows, int64_t vocab,
-                                           int vector_size, bool any_order) {
+                                           int each, bool any_order) {
   RowWeightsPolicy policy{};
   // Blocks of a cluster wait for each other, and one that computes loads nothing: many rows take
-  // small clusters of small blocks, few rows large ones. On an H200, bfloat16, (8192, 151936) takes
-  // 1672 us so and 2980 with large ones, (1, 151936) 19.5 and 11.7.
+  // small clusters of small blocks, few rows large ones.
   const int64_t count = std::max<int64_t>(vocab, 1);
   const int large = cluster_for(device, count, kWeightWantedOfFew);
   const bool is_few = any_order && rows * large <= kWeightBlocks * device.multiprocessors;
-  policy.cluster = is_few ? large : cluster_for(device, count, kWeightWanted);
+  const int wanted = each > 1 ? kStripsWanted : kWeightWanted;
+  policy.cluster = is_few ? large : cluster_for(device, count, wanted);
   // Of rows between these, as many blocks as run at once.
   while (any_order && 2 * policy.cluster <= large &&
          rows * policy.cluster <= kWeightBlocks * device.multiprocessors) {
@@ -45,15 +50,15 @@ inline RowWeightsPolicy row_weights_policy(const DeviceInfo& device, int64_t row
   }
   const int most_threads = is_few ? kWeightThreads : kWeightThreads / 2;
   const int blocks = kWeightBlocks * kWeightThreads / most_threads;
-  const int64_t vectors =
-      std::max<int64_t>(ceil_div(ceil_div(vocab, policy.cluster), vector_size), 1);
-  policy.part = static_cast<int>(vectors) * vector_size;
-  policy.threads = std::clamp(threads_for(std::min<int64_t>(vectors, 1 << 16), kWeightVectors),
-                              kWarpSize, most_threads);
+  const int64_t all_strips = ceil_div(count, int64_t{kStrip});
+  const int64_t strips = ceil_div(all_strips, int64_t{policy.cluster} * each) * each;
+  policy.part = static_cast<int>(strips) * kStrip;
+  policy.threads =
+      std::clamp(threads_for(std::min<int64_t>(strips, 1 << 16), each), kWarpSize, most_threads);
   policy.rows_per_block = policy.threads == kWarpSize ? kWeightNarrowRows : 1;
-  const int step_bytes = policy.threads * policy.rows_per_block * kWeightVectors * 16;
+  const int step_bytes = policy.threads * policy.rows_per_block * each * kKeptBytes;
   const int room = device.max_shared_memory / blocks - kWeightFixedBytes;
-  const int64_t steps = ceil_div(vectors, int64_t{policy.threads} * kWeightVectors);
+  const int64_t steps = ceil_div(strips, int64_t{policy.threads} * each);
   policy.kept = static_cast<int>(std::min<int64_t>(steps, std::max(room, 0) / step_bytes));
   policy.shared_bytes = policy.kept * step_bytes;
   return policy;

@@ -46,6 +46,8 @@ struct CpuVectors {
   static FUSELAGE_INLINE Integers signed_of(Words words) { return (Integers)words; }
   static FUSELAGE_INLINE Integers integers_of(Floats f) { return (Integers)f; }
   static FUSELAGE_INLINE Floats floats_of(Integers i) { return (Floats)i; }
+  static FUSELAGE_INLINE Words word_of(Floats f) { return (Words)f; }
+  static FUSELAGE_INLINE Floats float_of(Words words) { return (Floats)words; }
 };
 
 struct CpuFloats {
@@ -70,6 +72,39 @@ struct CpuFloats {
     return floats_of(static_cast<int32_t>(word));
   }
 };
+
+// ---- strips ----
+
+// The sum of the weights of kStrip logits beside their maximum, which is no NaN. `products`, unless
+// null: of weight * distance.
+FUSELAGE_INLINE StripSum strip_sum(const float* logits, float inv_temperature, double* products) {
+  typedef float FourFloats __attribute__((vector_size(16)));
+  typedef uint32_t FourWords __attribute__((vector_size(16)));
+  FourFloats quads[kStrip / 4];
+  __builtin_memcpy(quads, logits, sizeof(quads));
+  for (int i = 1; i < kStrip / 4; ++i) quads[0] = quads[i] > quads[0] ? quads[i] : quads[0];
+  const float even = quads[0][0] > quads[0][2] ? quads[0][0] : quads[0][2];
+  const float odd = quads[0][1] > quads[0][3] ? quads[0][1] : quads[0][3];
+  const float max = even > odd ? even : odd;
+
+  const Floats least = broadcast(kZeroInStrip);
+  const float scale = strip_scale(inv_temperature);
+  Words weights = {};
+  for (int i = 0; i < kStrip; i += kLanes) {
+    const Floats logit = load(logits + i, AllLanes{});
+    const Floats exact = (logit - max) * scale;
+    const Floats power = exact > least ? exact : least;  // of NaN, too
+    const Floats weight = weight_in_strip<CpuVectors>(power);
+    weights += (Words) __builtin_convertvector(weight, Integers);
+    if (max == __builtin_inff()) weights -= (Words)(logit == max) << kStripBits;
+    for (int k = 0; products != nullptr && k < kLanes; ++k)
+      *products += static_cast<double>(weight[k]) * power[k] * 0.693147180559945;
+  }
+  FourWords sums[kLanes / 4];
+  __builtin_memcpy(sums, &weights, sizeof(sums));
+  for (int i = 1; i < kLanes / 4; ++i) sums[0] += sums[i];
+  return {max, sums[0][0] + sums[0][1] + sums[0][2] + sums[0][3]};
+}
 
 // e^v for v <= 0; 0 below -87, and NaN for NaN.
 FUSELAGE_INLINE Floats exp_up_to_0(Floats v) {

@@ -7,12 +7,13 @@
 // uint32_t and int32_t, or vectors of as many, and
 //   fma(a, b, c)       rounded once
 //   to_floats(i)       of integers, rounded to nearest
-//   signed_of(w), integers_of(f), floats_of(i)     the same bits
+//   signed_of(w), integers_of(f), floats_of(i), word_of(f), float_of(w)     the same bits
 #pragma once
 
 #include <cstdint>
 
 #include "common/shared.h"
+#include "common/strip.h"
 
 namespace FUSELAGE_SHARED_NAMESPACE {
 
@@ -107,6 +108,47 @@ FUSELAGE_SHARED uint64_t weight_of(float distance, int shift = 0) {
                             << (kWeightBits - 24);
   const int down = shift - static_cast<int>(e.exponent);
   return down == 0 ? mantissa : (mantissa + (uint64_t{1} << (down - 1))) >> down;
+}
+
+// For log-probabilities a row's weights are added up by strips, each beside its own maximum. So the
+// row is read once, or the head that makes it keeps no more than a maximum and a sum of each strip.
+// A weight within its strip is counted in units of 2^-27 of the strip's largest, rounded down. A
+// strip whose maximum is infinite has the weight of as many logits as are.
+constexpr int kStripBits = 27;
+constexpr float kZeroInStrip = -40.0f;  // powers of two from this one down have no weight
+
+// By which distances within a strip become powers of two.
+FUSELAGE_SHARED float strip_scale(float inv_temperature) {
+  return inv_temperature * 1.4426950408889634f;
+}
+
+// 2^power in these units, for kZeroInStrip <= power <= 0, yet to be rounded.
+template <class Math, class Floats = typename Math::Floats>
+FUSELAGE_SHARED Floats weight_in_strip(Floats power) {
+  // Adding 1.5 * 2^23 rounds to an integer. The low bits of the sum become the exponent.
+  constexpr float kMagic = 12582912.0f + kStripBits;
+  const Floats biased = power + kMagic;
+  const Floats f = power - (biased - kMagic);
+  // The polynomial, of 2^f for |f| <= 1/2, has a relative error of 9.1e-8.
+  Floats p = Math::fma(f, 0.0013264727f, 0.0096715130f);
+  p = Math::fma(p, f, 0.055507336f);
+  p = Math::fma(p, f, 0.24022242f);
+  p = Math::fma(p, f, 0.69314700f);
+  p = Math::fma(p, f, 1.0f);
+  return Math::float_of(Math::word_of(p) + (Math::word_of(biased) << 23));
+}
+
+// The weight of a strip, of which `sum` is that of its weights, in the units of weight_of.
+// `distance`: that of its maximum from the row's.
+template <class Math>
+FUSELAGE_SHARED uint64_t weight_of_strip(uint32_t sum, float distance, int shift) {
+  constexpr float kZero = -31.5f;  // a strip of equal logits has 16 times the weight of one
+  if (!(distance > kZero)) return 0;
+  const auto e = split_exp<Math>(distance);
+  // In units of 2^(exponent - 51) of the row's largest weight.
+  const uint64_t weight = uint64_t{sum} * static_cast<uint32_t>(e.factor * 16777216.0f);
+  const int down = kStripBits + 24 - kWeightBits + shift - static_cast<int>(e.exponent);
+  return (weight + (uint64_t{1} << (down - 1))) >> down;
 }
 
 // Log of a sum of weights in units of the largest.

@@ -21,14 +21,15 @@
 //   log_probs, with gradients g_p, g_h of the entropy, and g_s of lse:
 //     a = g_s - g_p - g_h entropy       c = -g_p                 b = -g_h
 //
-// log_probs adds up weights as integers, as a draw does (common/softmax_math.h): its bits are those
-// that gumbel_sample reports. cross_entropy adds up floats, in an order that depends on the
-// vocabulary alone, in a third of the instructions.
+// log_probs adds up weights as integers, strip by strip, as a draw does (common/softmax_math.h):
+// its bits are those that gumbel_sample reports. cross_entropy adds up floats, in an order that
+// depends on the vocabulary alone, in a third of the instructions.
 #pragma once
 
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/strip.h"
 
 namespace fuselage {
 
@@ -64,6 +65,10 @@ struct CrossEntropyForward {
 
 struct LogProbsForward {
   LossRows in;
+  // On a GPU, instead of logits: what a head has left of each strip, [rows, stride], and the x of
+  // targets, [rows]. Without entropy.
+  const StripSum* strips;
+  const float* target_logits;
   float inv_temperature;
   float* log_probs;           // [rows]
   float* entropy;             // [rows], or null

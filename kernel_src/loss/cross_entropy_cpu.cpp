@@ -30,7 +30,7 @@ FUSELAGE_INLINE bool loss_is_counted(const LossRows& in, int64_t row) {
 
 // ---- logits ----
 
-// x of columns [begin, begin + size), and -inf up to whole vectors.
+// x of columns [begin, begin + size), and -inf up to whole strips.
 static void loss_load(const LossRows& in, int64_t row, int64_t begin, int64_t size, float* x) {
   visit_dtype(in.dtype, [&](auto type) {
     const auto* from = static_cast<const decltype(type)*>(in.logits) + row * in.stride + begin;
@@ -40,7 +40,7 @@ static void loss_load(const LossRows& in, int64_t row, int64_t begin, int64_t si
   if (in.softcap != 0) {
     for (int64_t i = 0; i < size; ++i) x[i] = soft_capped<CpuFloats>(x[i], in.softcap);
   }
-  for (int64_t i = size; i % kLanes != 0; ++i) x[i] = loss_minus_infinity();
+  for (int64_t i = size; i % kStrip != 0; ++i) x[i] = loss_minus_infinity();
 }
 
 // body(x, begin, size) of the pieces of a row.
@@ -57,7 +57,7 @@ FUSELAGE_INLINE void loss_for_pieces(const LossRows& in, int64_t row, Body body)
 FUSELAGE_INLINE int64_t loss_padded(int64_t size) { return (size + kLanes - 1) / kLanes * kLanes; }
 
 FUSELAGE_INLINE float loss_target_logit(const LossRows& in, int64_t row) {
-  float x[kLanes];
+  float x[kStrip];
   loss_load(in, row, loss_target(in, row), 1, x);
   return x[0];
 }
@@ -127,24 +127,15 @@ FUSELAGE_HIDDEN void cross_entropy_forward(const CrossEntropyForward& p, int64_t
 static void loss_weights(const LogProbsForward& p, int64_t row, LogProbsRow& found) {
   const int shift = weight_shift(p.in.vocab);
   const bool has_entropy = p.entropy != nullptr;
-  const Floats zero_from = broadcast(kZeroWeightDistance);
   loss_for_pieces(p.in, row, [&](const float* x, int64_t, int64_t size) {
-    for (int64_t i = 0; i < size; i += kLanes) {
-      // As weight_of, a vector at a time.
-      const Floats distance = (load(x + i, AllLanes{}) - found.max) * p.inv_temperature;
-      const Floats v = distance > zero_from ? distance : zero_from;
-      const auto e = split_exp<CpuVectors>(v);
-      const Integers mantissa = __builtin_convertvector(e.factor * 16777216.0f, Integers);
-      const Integers exponent = __builtin_convertvector(e.exponent, Integers);
-      for (int k = 0; k < kLanes; ++k) {
-        if (!(distance[k] > kZeroWeightDistance)) continue;
-        const uint64_t units = static_cast<uint64_t>(mantissa[k]) << (kWeightBits - 24);
-        const int down = shift - exponent[k];
-        const uint64_t half = (uint64_t{1} << down) >> 1;
-        const uint64_t weight = (units + half) >> down;
-        found.weights += weight;
-        if (has_entropy) found.products += static_cast<double>(weight) * distance[k];
-      }
+    for (int64_t i = 0; i < size; i += kStrip) {
+      double products = 0;
+      const StripSum strip = strip_sum(x + i, p.inv_temperature, has_entropy ? &products : nullptr);
+      const float distance = distance_of(strip.max, found.max, p.inv_temperature);
+      const uint64_t weight = weight_of_strip<CpuFloats>(strip.weights, distance, shift);
+      found.weights += weight;
+      if (has_entropy && weight != 0)
+        found.products += static_cast<double>(weight) * (distance + products / strip.weights);
     }
   });
 }

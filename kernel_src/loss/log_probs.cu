@@ -17,7 +17,9 @@ __device__ __forceinline__ void write_row(const LogProbsForward& p, int64_t row,
   const bool is_valid = sums.weights != 0;
   const float log_sum =
       is_valid ? log_of_weights<GpuFloats>(sums.weights, weight_shift(p.in.vocab)) : not_a_number();
-  const float x = target_logit(p.in, row);
+  const float x = p.strips == nullptr     ? target_logit(p.in, row)
+                  : has_target(p.in, row) ? p.target_logits[row]
+                                          : not_a_number();
   const float distance = distance_of(x, max, p.inv_temperature);
   p.log_probs[row] = distance - log_sum;
   p.log_sum_exp[row] =
@@ -36,58 +38,71 @@ __device__ __forceinline__ void write_nothing(const LogProbsForward& p, int64_t 
   if (p.statistics != nullptr) p.statistics[row] = {0.0f, 0.0f};
 }
 
-template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kWeightThreads, kWeightBlocks)
-    log_probs_kernel(const LogProbsForward p, const RowWeightsPolicy policy) {
-  extern __shared__ __align__(16) char kept[];
-  __shared__ SharedWeights shared;
+// body(rank, row) for a row that counts.
+template <typename Body>
+__device__ __forceinline__ void for_own_row(const LogProbsForward& p,
+                                            const RowWeightsPolicy& policy, Body body) {
   const auto [rank, row] = weighed_row(policy);
-  const bool is_first = rank == 0 && threadIdx.x == 0;
   // NOTE: all threads of a cluster, or of a warp.
   if (row >= p.in.rows) return;
+  const bool is_first = rank == 0 && threadIdx.x == 0;
   if (!is_counted(p.in, row)) {
     if (is_first) write_nothing(p, row);
     return;
   }
-  using Part = RowPart<T, kAligned>;
-  const Part part(row_of<T>(p.in, row), p.in.vocab, p.in.dtype, p.in.softcap, policy, rank, kept);
-
-  float max = minus_infinity();
-  part.template for_each<true>([&](const float(&values)[Part::N]) {
-#pragma unroll
-    for (int k = 0; k < Part::N; ++k) max = max_or_nan(max, values[k]);
-  });
-  max = share_max(shared, policy.cluster, max);
-
-  // NaN, infinity and a row of -inf have no weights.
-  WeightSums sums{0, 0.0f};
-  const int shift = weight_shift(p.in.vocab);
-  if (max - max == 0.0f) {
-    part.template for_each<false>([&](const float(&values)[Part::N]) {
-#pragma unroll
-      for (int k = 0; k < Part::N; ++k) {
-        const float distance = rounded_product(values[k] - max, p.inv_temperature);
-        const unsigned long long weight = weight_at(distance, shift);
-        sums.weights += weight;
-        if (p.entropy != nullptr && weight != 0)
-          sums.products += static_cast<float>(weight) * distance;
-      }
-    });
-  }
-  sums = share_sums(shared, policy.cluster, sums);
-  if (is_first) write_row(p, row, max, sums);
+  const RowWeights weights = body(rank, row);
+  if (is_first) write_row(p, row, weights.max, weights.sums);
 }
 
-template <typename T>
-gpuError launch(const LogProbsForward& p, const DeviceInfo& device, gpuStream stream) {
-  const RowWeightsPolicy policy = row_weights_policy(
-      device, p.in.rows, p.in.vocab, 16 / static_cast<int>(sizeof(T)), p.entropy == nullptr);
+// NaN, infinity and a row of -inf have no weights.
+__device__ __forceinline__ bool is_finite(float max) { return max - max == 0.0f; }
+
+template <typename T, bool kAligned, bool kEntropy>
+__global__ void __launch_bounds__(kWeightThreads, kWeightBlocks)
+    log_probs_kernel(const LogProbsForward p, const RowWeightsPolicy policy) {
+  extern __shared__ __align__(16) char kept[];
+  __shared__ SharedWeights shared;
+  for_own_row(p, policy, [&](int rank, int64_t row) {
+    const auto [first, size] = part_of_row(policy, rank, p.in.vocab);
+    const LogitStrips<T, kAligned, kEntropy> strips{row_of<T>(p.in, row) + first, size, p.in.dtype,
+                                                    p.in.softcap, strip_scale(p.inv_temperature)};
+    return weigh_row(shared, strips, kept, policy, p.in.vocab, p.inv_temperature, is_finite);
+  });
+}
+
+// Of strips that a head has left, and the logits of the targets.
+__global__ void __launch_bounds__(kWeightThreads, kWeightBlocks)
+    strips_kernel(const LogProbsForward p, const RowWeightsPolicy policy) {
+  extern __shared__ __align__(16) char kept[];
+  __shared__ SharedWeights shared;
+  for_own_row(p, policy, [&](int rank, int64_t row) {
+    const auto [first, size] = part_of_row(policy, rank, p.in.vocab);
+    const StripSum* data = p.strips + row * p.in.stride;
+    return weigh_row(shared, MemoryStrips{data + first / kStrip, (size + kStrip - 1) / kStrip},
+                     kept, policy, p.in.vocab, p.inv_temperature, is_finite);
+  });
+}
+
+template <typename Kernel>
+gpuError launch_rows(Kernel kernel, const LogProbsForward& p, int each, const DeviceInfo& device,
+                     gpuStream stream) {
+  const RowWeightsPolicy policy =
+      row_weights_policy(device, p.in.rows, p.in.vocab, each, p.entropy == nullptr);
   const int64_t blocks = ceil_div(p.in.rows, policy.rows_per_block) * policy.cluster;
   if (blocks > kMaxLossBlocks) return gpuErrorInvalidValue;
   const dim3 grid(static_cast<unsigned>(blocks));
   const dim3 block(policy.threads, policy.rows_per_block);
-  const auto kernel = is_aligned(p.in) ? &log_probs_kernel<T, true> : &log_probs_kernel<T, false>;
   return gpu_launch(kernel, grid, block, policy.shared_bytes, policy.cluster, stream, p, policy);
+}
+
+template <typename T>
+gpuError launch(const LogProbsForward& p, const DeviceInfo& device, gpuStream stream) {
+  const auto launch_as = [&](auto entropy) {
+    const auto kernel = is_aligned(p.in) ? &log_probs_kernel<T, true, entropy>
+                                         : &log_probs_kernel<T, false, entropy>;
+    return launch_rows(kernel, p, LogitStrips<T, true, entropy>::kEach, device, stream);
+  };
+  return p.entropy != nullptr ? launch_as(std::true_type{}) : launch_as(std::false_type{});
 }
 
 }  // namespace
@@ -96,9 +111,11 @@ namespace gpu {
 
 const char* log_probs_forward(const LogProbsForward& p, int device, void* stream) {
   const DeviceInfo info = device_info(device);
-  return message_of(dispatch_size(p.in.dtype, [&](auto tag) {
-    return launch<typename decltype(tag)::type>(p, info, static_cast<gpuStream>(stream));
-  }));
+  const gpuStream on = static_cast<gpuStream>(stream);
+  if (p.strips != nullptr)
+    return message_of(launch_rows(&strips_kernel, p, MemoryStrips::kEach, info, on));
+  return message_of(dispatch_size(
+      p.in.dtype, [&](auto tag) { return launch<typename decltype(tag)::type>(p, info, on); }));
 }
 
 }  // namespace gpu

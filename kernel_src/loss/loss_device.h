@@ -29,11 +29,16 @@ __device__ __forceinline__ const T* row_of(const LossRows& in, int64_t row) {
   return static_cast<const T*>(in.logits) + row * in.stride;
 }
 
+// Whether the vocabulary has the target.
+__device__ __forceinline__ bool has_target(const LossRows& in, int64_t row) {
+  const int64_t target = target_of(in, row);
+  return target >= 0 && target < in.vocab;
+}
+
 // The target's x, and NaN where the vocabulary has no such target.
 __device__ __forceinline__ float target_logit(const LossRows& in, int64_t row) {
-  const int64_t target = target_of(in, row);
-  if (target < 0 || target >= in.vocab) return not_a_number();
-  const float logit = load_value(in.logits, in.dtype, row * in.stride + target);
+  if (!has_target(in, row)) return not_a_number();
+  const float logit = load_value(in.logits, in.dtype, row * in.stride + target_of(in, row));
   return in.softcap == 0.0f ? logit : soft_capped_call(logit, in.softcap);
 }
 

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   const int64_t first = int64_t{blockIdx.x} * kSampleThreads + threadIdx.x;
   for (int64_t i = first; i < words; i += int64_t{gridDim.x} * kSampleThreads) bins[i] = 0;
   for (int64_t i = first; i < batch; i += int64_t{gridDim.x} * kSampleThreads)
-    states[i] = {0, 0, 0, kKeyOfMinusInfinity + 1, 0, 0};
+    states[i] = {0, 0, 0, 0, kKeyOfMinusInfinity + 1, 0, 0};
   launch_dependents();
 }
 
@@ -114,8 +114,12 @@ __global__ void __launch_bounds__(kSampleThreads)
   __syncthreads();
   Run run;
   const int shift = weight_shift(p.draws.vocab);
+  const bool has_sums = wants_sums(p.results);
+  unsigned long long strip_weights = 0;
   for_each_vector<T, kSampleVector>(p, part.row, part.begin, part.end,
                                     [&](int, const auto& logits) {
+                                      if (has_sums)
+                                        strip_weights += weight_of_strip(logits, scale, shift);
 #pragma unroll
                                       for (int k = 0; k < kSampleVector; ++k) {
                                         if (!(logits[k] > minus_infinity())) continue;
@@ -124,6 +128,10 @@ __global__ void __launch_bounds__(kSampleThreads)
                                                 weight_of<SampleMath>(distance, shift));
                                       }
                                     });
+  if (has_sums) {
+    strip_weights = warp_sum_of(strip_weights);
+    if (threadIdx.x % kWarpSize == 0) atomicAdd(&state.strip_weights, strip_weights);
+  }
   run.flush(counts, weights);
   __syncthreads();
   RowBins& bins = space.bins[part.row];

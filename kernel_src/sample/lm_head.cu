@@ -122,6 +122,23 @@ const char* lm_head_logits(const LmHead& p, const HeadLogits& out, void* workspa
   return launch_head(p, output, device, static_cast<gpuStream>(stream));
 }
 
+bool makes_strip_sums(const LmHead& p, int device) {
+#if !defined(USE_ROCM)
+  return lm_head_sm90_serves(p, device);
+#else
+  return false;
+#endif
+}
+
+const char* lm_head_sums(const LmHead& p, const HeadSums& out, void* workspace, int device,
+                         void* stream) {
+#if !defined(USE_ROCM)
+  return lm_head_sums_sm90(p, out, workspace, device, stream);
+#else
+  return "the GPU makes no sums of strips";
+#endif
+}
+
 bool draws_before_sums(const LmHeadSample& p, const Filters& filters, int device) {
 #if !defined(USE_ROCM)
   // Tiles begin at multiples of 16 in the whole vocabulary. The first may not begin before a shard.

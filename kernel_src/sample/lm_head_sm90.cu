@@ -12,6 +12,7 @@
 //   producer           fills the ring of stages by TMA             lm_head_sm90_producer.h
 //   consumers          multiply by wgmma                           lm_head_sm90_consumer.h
 //     their epilogue   queues candidates, or writes logits         lm_head_sm90_epilogue.h
+//                      adds up weights                             lm_head_sm90_weights.h
 //   bounds warps       bound the noise, and score candidates       lm_head_sm90_bounds.h
 //     or               write the maxima of strips                  lm_head_sm90_strips.h
 //
@@ -40,8 +41,9 @@
 // so far, the threshold, which all blocks share. The others are candidates: the bounds warps score
 // them exactly, while the consumers multiply the next tile.
 //
-// Logits may be written besides a draw, for its log-probabilities (lm_head_sm90_sums.cu), or alone,
-// of which two groups of 256 columns then share the tiles of the weight.
+// For log-probabilities, of a draw (lm_head_sm90_sums.cu) or of targets, the sums of strips of 16
+// weights are written. Of these alone, and of logits, two groups of 256 columns share the tiles of
+// the weight.
 //
 // For filters, logits are written, and the maximum of each strip of 16, which tells
 // sample_strips.cu what it need not read. But writes cost time, also of the reads of weights: each
@@ -91,7 +93,7 @@ __global__ void __launch_bounds__(threads_of(kColumns, kFloat8), 1)
     if (block.stages % 1024 != 0) __trap();  // the swizzle goes by address
   }
   const Share share = Share::of<Own>(p, rank);
-  block.init_columns(p);
+  block.init_columns(p, share.first_column);
   __syncthreads();
   if (kCluster > 1) cluster_sync();
 
@@ -393,8 +395,9 @@ const char* lm_head_sample_sm90(const LmHeadSample& p, int device, void* stream)
   draw.vocab_offset = p.draws.vocab_offset;
   draw.num_samples = p.draws.num_samples;
   draw.draws = p.draws;
-  draw.out.logits = p.logits;
-  draw.out.stride = p.logits_stride;
+  draw.sums.strips = p.strips;
+  draw.drawn_logits = p.logits;
+  draw.drawn_stride = p.logits_stride;
   char* after_tiles = static_cast<char*>(p.workspace) +
                       hidden_tiles_bytes(p.head, largest_columns(p.head, p.draws.num_samples));
   draw.candidates = reinterpret_cast<unsigned long long*>(after_tiles);
@@ -424,7 +427,17 @@ const char* lm_head_sample_sm90(const LmHeadSample& p, int device, void* stream)
                             dim3(static_cast<unsigned>(ceil_div(warps, kHeadFinishThreads / 32))),
                             dim3(kHeadFinishThreads), on, finish));
                       });
-  return error != nullptr || p.logits == nullptr ? error : lm_head_sums_sm90(p, device, stream);
+  return error != nullptr || p.logits == nullptr ? error
+                                                 : lm_head_draw_sums_sm90(p, device, stream);
+}
+
+const char* lm_head_sums_sm90(const LmHead& p, const HeadSums& out, void* workspace, int device,
+                              void* stream) {
+  HeadDraw draw{};
+  draw.sums = out;
+  return for_each_launch(p, draw, static_cast<uint4*>(workspace), device,
+                         static_cast<gpuStream>(stream),
+                         [](const HeadDraw&, int, int) -> const char* { return nullptr; });
 }
 
 int64_t lm_head_logits_sm90_workspace(const LmHead& p) {

@@ -13,6 +13,7 @@
 
 #include "common/float8.h"
 #include "sample/lm_head_sm90_epilogue.h"
+#include "sample/lm_head_sm90_weights.h"
 #include "sample/wgmma.h"
 
 namespace fuselage {
@@ -255,6 +256,38 @@ struct Epilogue {
     end();
   }
 
+  __device__ __forceinline__ void write_sums(const float (&logits)[kColumns / 2], const Rows& rows,
+                                             int first_column, int row, int units) const {
+    if (warp >= units) return;
+    if (p.sums.targets != nullptr)
+      write_target_logits<kColumns>(p, block.columns, logits, first_column, row, lane);
+    // With float8, registers are short.
+    constexpr int kAtOnce = Traits::kFloat8 && kColumns >= 64 ? 2 : 4;
+    // NOTE: less code is kept where the head waits for memory.
+    const bool per_row = kColumns < 256 || p.draws.temperature.values != nullptr;
+    const float inverse =
+        p.draws_samples() ? row_temperature(p.draws, 0).inv_temperature : p.sums.inv_temperature;
+    // Nothing is queued while this runs.
+    const auto write_to = [&](auto draws, auto own, auto capped) {
+      StripSumsWriter<kAtOnce, draws, own, capped, kColumns / 2>{
+          p,   block.columns,  queue.logits,   first_column,
+          row, rows.has_upper, rows.has_lower, strip_scale(inverse),
+          lane}
+          .run(logits);
+    };
+    constexpr std::true_type yes{};
+    constexpr std::false_type no{};
+    if (!p.draws_samples()) {
+      p.softcap == 0.0f ? write_to(no, no, no) : write_to(no, no, yes);
+    } else if (p.softcap != 0.0f) {
+      write_to(yes, yes, yes);
+    } else if (per_row) {
+      write_to(yes, yes, no);
+    } else if constexpr (kColumns == 256) {
+      write_to(yes, no, no);
+    }
+  }
+
   template <bool kCapped>
   __device__ __forceinline__ void draw_sample(const float (&logits)[kColumns / 2], const Tile& tile,
                                               int row, int sample, bool is_first, bool begun) {
@@ -313,6 +346,8 @@ __device__ __forceinline__ void consume(const HeadDraw& p, const Block<Traits>& 
     if (p.out.logits != nullptr) {
       epilogue.write(logits, share.first_column, row, tile.units);
     }
+    if (p.sums.strips.sums != nullptr)
+      epilogue.write_sums(logits, rows, share.first_column, row, tile.units);
     if (p.draws_samples()) epilogue.draw(logits, tile, row, is_first);
   }
 }

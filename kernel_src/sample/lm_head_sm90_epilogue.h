@@ -54,24 +54,25 @@ __device__ __forceinline__ float2 two_of(const float* at) {
   return *reinterpret_cast<const float2*>(at);
 }
 
-// Copies fragment kAt. NOTE: `volatile` keeps this a branch, and not a selection among all
-// registers.
-template <int kAt, int kCount>
-__device__ __forceinline__ void copy_fragment(const float (&logits)[kCount], float (&fragment)[4]) {
-  if constexpr (4 * kAt < kCount) {
+// Copies fragments from kFirst on. NOTE: `volatile` keeps this a branch, and not a selection among
+// all registers.
+template <int kFirst, int kAtOnce, int kCount>
+__device__ __forceinline__ void copy_fragments(const float (&logits)[kCount],
+                                               float (&fragments)[kAtOnce][4]) {
+  if constexpr (4 * kFirst < kCount) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      asm volatile("mov.b32 %0, %1;" : "=f"(fragment[i]) : "f"(logits[4 * kAt + i]));
+    for (int i = 0; i < 4 * kAtOnce; ++i)
+      asm volatile("mov.b32 %0, %1;" : "=f"(fragments[i / 4][i % 4]) : "f"(logits[4 * kFirst + i]));
   }
 }
 
-// Copies any fragment: registers have no run-time index, but a loop over all fragments is too long
-// to be unrolled.
-template <int kCount>
-__device__ __forceinline__ void copy_fragment(const float (&logits)[kCount], int number,
-                                              float (&fragment)[4]) {
+// Copies any fragments, of number * kAtOnce and on: registers have no run-time index, but a loop
+// over all fragments is too long to be unrolled.
+template <int kAtOnce, int kCount>
+__device__ __forceinline__ void copy_fragments(const float (&logits)[kCount], int number,
+                                               float (&fragments)[kAtOnce][4]) {
 #define FUSELAGE_COPY(i) \
-  case i: copy_fragment<i>(logits, fragment); break;
+  case i: copy_fragments<(i) * kAtOnce>(logits, fragments); break;
 #define FUSELAGE_COPY_8(i) \
   FUSELAGE_COPY(i)         \
   FUSELAGE_COPY(i + 1)     \
@@ -94,22 +95,19 @@ __device__ __forceinline__ void copy_fragment(const float (&logits)[kCount], int
 // body(fragments, first) for all fragments, kAtOnce at a time.
 template <int kAtOnce, bool kRolled, int kCount, typename Body>
 __device__ __forceinline__ void for_fragments(const float (&logits)[kCount], Body body) {
-  static_assert(kCount % (4 * kAtOnce) == 0 && (kAtOnce == 1 || !kRolled), "whole fragments");
+  static_assert(kCount % (4 * kAtOnce) == 0, "whole fragments");
   float fragments[kAtOnce][4];
   if constexpr (kRolled) {
 #pragma unroll 1
-    for (int number = 0; number < kCount / 4; ++number) {
-      copy_fragment(logits, number, fragments[0]);
-      body(fragments, number);
+    for (int number = 0; number < kCount / (4 * kAtOnce); ++number) {
+      copy_fragments(logits, number, fragments);
+      body(fragments, number * kAtOnce);
     }
   } else {
 #pragma unroll
     for (int first = 0; first < kCount / 4; first += kAtOnce) {
 #pragma unroll
-      for (int f = 0; f < kAtOnce; ++f) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) fragments[f][i] = logits[4 * (first + f) + i];
-      }
+      for (int i = 0; i < 4 * kAtOnce; ++i) fragments[i / 4][i % 4] = logits[4 * first + i];
       body(fragments, first);
     }
   }
@@ -271,7 +269,7 @@ __device__ __forceinline__ void queue_candidates(const HeadDraw& p, const Column
     uint32_t lanes[4] = {};  // that have a candidate
     const int number = __ffs(numbers) - 1, column = 8 * number + own_column;
     if (numbers != 0) {
-      copy_fragment(logits, number, fragment[0]);
+      copy_fragments(logits, number, fragment);
       const float2 reach = two_of(thresholds + own_column + 8 * number);
 #pragma unroll
       for (int t = 0; t < 4; ++t) {
@@ -304,32 +302,61 @@ __device__ __forceinline__ void queue_candidates(const HeadDraw& p, const Column
   if (lane == 0) *queue.count = count;
 }
 
-// ---- logits for filters ----
+// ---- columns of fragments ----
 
-// The maxima of a warp's logits in each column of kCount fragments. A lane gets those of its two
-// columns in one of the fragments, whose number is in bits 2 to 4 of the lane's, the highest first.
+// Values of a warp's columns, reduced over its rows: of kCount fragments at a time, each lane gets
+// those of its two columns in one, whose number is in bits 2 to 4 of the lane's, the highest first.
 template <int kCount>
-__device__ __forceinline__ float2 column_maxima(const float (&fragments)[kCount][4], int lane) {
-  float2 maxima[kCount];
-#pragma unroll
-  for (int f = 0; f < kCount; ++f) {
-    maxima[f] = make_float2(fmaxf(fragments[f][0], fragments[f][2]),
-                            fmaxf(fragments[f][1], fragments[f][3]));
+struct OwnColumns {
+  int fragment, column;  // of the first of the two, among all of the fragments
+
+  __device__ __forceinline__ explicit OwnColumns(int lane)
+      : fragment((kCount * (lane >> 2 & 1) / 2) + (kCount * (lane >> 3 & 1) / 4) +
+                 (kCount * (lane >> 4) / 8)),
+        column(8 * fragment + 2 * (lane & 3)) {}
+  // The first lane that gets those of fragment f, but for its two lowest bits.
+  static constexpr int lane_of(int f) {
+    return 4 * (2 * f / kCount % 2) + 8 * (4 * f / kCount % 2) + 16 * (8 * f / kCount % 2);
   }
+  __device__ __forceinline__ bool is_first(int lane) const {
+    return lane_of(fragment) == (lane & ~3);
+  }
+};
+
+// values[f][t] of a lane's column t in fragment f, by join(a, b): those of the lane's own in
+// values[0].
+template <int kCount, typename V, typename Join>
+__device__ __forceinline__ void reduce_columns(V (&values)[kCount][2], int lane, Join join) {
 #pragma unroll
   for (int bit = 4, half = kCount / 2; bit <= 16; bit *= 2, half /= 2) {
     const bool high = (lane & bit) != 0;
-    const auto max_of = [&](float first, float second) {
-      return fmaxf(high ? second : first, __shfl_xor_sync(0xffffffffu, high ? first : second, bit));
-    };
 #pragma unroll
     for (int f = 0; f < (half > 0 ? half : 1); ++f) {
-      maxima[f].x = max_of(maxima[f].x, maxima[f + half].x);
-      maxima[f].y = max_of(maxima[f].y, maxima[f + half].y);
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        const V first = values[f][t], second = values[f + half][t];
+        values[f][t] =
+            join(high ? second : first, __shfl_xor_sync(0xffffffffu, high ? first : second, bit));
+      }
     }
   }
-  return maxima[0];
 }
+
+// The maxima. Of NaN and a number that is the number, unless kKeepsNan.
+template <bool kKeepsNan, int kCount>
+__device__ __forceinline__ float2 column_maxima(const float (&fragments)[kCount][4], int lane) {
+  const auto larger = [](float a, float b) { return kKeepsNan ? max_or_nan(a, b) : fmaxf(a, b); };
+  float maxima[kCount][2];
+#pragma unroll
+  for (int f = 0; f < kCount; ++f) {
+    maxima[f][0] = larger(fragments[f][0], fragments[f][2]);
+    maxima[f][1] = larger(fragments[f][1], fragments[f][3]);
+  }
+  reduce_columns(maxima, lane, larger);
+  return make_float2(larger(maxima[0][0], -INFINITY), larger(maxima[0][1], -INFINITY));
+}
+
+// ---- logits for filters ----
 
 // Writes a warp's logits, of rows from `row` on, unless their strip is below the column's
 // threshold. The maximum of each strip goes to `maxima`. Those past the end are NaN. Without
@@ -344,14 +371,8 @@ __device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& c
                                              int first_column, int row, int lane) {
   static_assert(kUnitRows == kStrip, "a warp has a strip of each column");
   constexpr int kAtOnce = kCapped ? 1 : kLogits < 32 ? kLogits / 4 : 8;
-  // The lane, but for its two lowest bits, that column_maxima gives fragment f, and the fragment
-  // that it gives this lane.
-  constexpr auto lane_of = [](int f) {
-    return 4 * (2 * f / kAtOnce % 2) + 8 * (4 * f / kAtOnce % 2) + 16 * (8 * f / kAtOnce % 2);
-  };
-  const int own = (kAtOnce * (lane >> 2 & 1) / 2) + (kAtOnce * (lane >> 3 & 1) / 4) +
-                  (kAtOnce * (lane >> 4) / 8);
-  const int lane_column = 2 * (lane & 3), own_column = 8 * own + lane_column;
+  using Own = OwnColumns<kAtOnce>;
+  const int lane_column = 2 * (lane & 3), own_column = Own(lane).column;
   float* to = p.out.logits + (int64_t{p.batch_start} + first_column + lane_column) * p.out.stride +
               row + lane / 4;
   for_fragments<kAtOnce, kCapped>(logits, [&](float(&fragments)[kAtOnce][4], int number) {
@@ -361,9 +382,7 @@ __device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& c
     uint32_t first = 0, second = 0;
     if constexpr (kHasStrips) {
       const float2 threshold = two_of(columns.thresholds + 8 * number + own_column);
-      float2 max = column_maxima(fragments, lane);
-      // NOTE: of a number and NaN, fmaxf returns the number.
-      max = make_float2(fmaxf(max.x, -INFINITY), fmaxf(max.y, -INFINITY));
+      const float2 max = column_maxima<false>(fragments, lane);
       *reinterpret_cast<float2*>(maxima + 8 * number + own_column) = max;
       first = __ballot_sync(0xffffffffu, max.x >= threshold.x) >> lane_column / 2;
       second = __ballot_sync(0xffffffffu, max.y >= threshold.y) >> lane_column / 2;
@@ -371,7 +390,7 @@ __device__ __forceinline__ void write_logits(const HeadDraw& p, const Columns& c
     const int left = p.batch - first_column - lane_column - 8 * number;  // columns of the batch
 #pragma unroll
     for (int f = 0; f < kAtOnce; ++f) {
-      const uint32_t bit = 1u << lane_of(f);
+      const uint32_t bit = 1u << Own::lane_of(f);
       store_global_if(kHasStrips ? first & bit : 8 * f < left, to, fragments[f][0],
                       fragments[f][2]);
       store_global_if(kHasStrips ? second & bit : 8 * f + 1 < left, to + p.out.stride,

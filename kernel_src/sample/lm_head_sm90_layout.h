@@ -92,6 +92,9 @@ struct Columns {
   // Where logits are written `thresholds` has those of logits: strips below are not written. NaN
   // past the batch.
 
+  // For log-probabilities of targets, in the place of `offset`: the row of each, or -1.
+  __device__ __forceinline__ uint32_t* targets() const { return offset; }
+
   __device__ __forceinline__ NoiseKey key_of(int column) const {
     const uint4 key = noise[column];
     return {{key.x, key.y}, {key.w, offset[column]}, key.z};
@@ -112,8 +115,8 @@ constexpr int bounds_of(int columns, bool float8) {
 }
 constexpr int bounds_bytes(int columns, bool float8) { return 2 * bounds_of(columns, float8) * 4; }
 
-constexpr int kQueue = 136;  // candidates of a warp; one fragment adds up to 128
-constexpr int kQueueBytes = kQueue * 8 + 4;
+constexpr int kQueue = 136;                  // candidates of a warp; one fragment adds up to 128
+constexpr int kQueueBytes = kQueue * 8 + 8;  // in whole pairs
 constexpr int queue_bytes(int columns, bool float8) {
   return consumer_warps(columns, float8) * kQueueBytes;
 }
@@ -154,6 +157,10 @@ struct HeadDraw {
   DType bias_dtype;
   float softcap;
   HeadLogits out;  // where logits are written, unless out.logits is null
+  HeadSums sums;   // where sums of strips are written, unless sums.strips.sums is null
+  // With sums: [batch, drawn_stride], of which the logits of the best scores so far are written.
+  float* drawn_logits;
+  int64_t drawn_stride;
   bool finds_thresholds;
   uint32_t* arrived;               // warps that have written their first strips; set to 0 before
   unsigned long long* candidates;  // [blocks, num_samples, columns]
@@ -205,6 +212,17 @@ struct Share {
   }
 };
 
+// The row of the weight that is the target of a row of the batch, or -1.
+__device__ __forceinline__ uint32_t target_of(const HeadDraw& p, int column) {
+  const int64_t row = int64_t{p.batch_start} + column;
+  int64_t target = -1;
+  if (column < p.batch) {
+    target = p.sums.int32_targets ? static_cast<const int32_t*>(p.sums.targets)[row]
+                                  : static_cast<const int64_t*>(p.sums.targets)[row];
+  }
+  return target < p.vocab ? static_cast<uint32_t>(max(target, int64_t{-1})) : ~0u;
+}
+
 // A block's shared memory, by pointers and, for asynchronous copies and barriers, by addresses.
 template <typename Traits>
 struct Block {
@@ -251,7 +269,7 @@ struct Block {
   }
 
   // All threads.
-  __device__ __forceinline__ void init_columns(const HeadDraw& p) const {
+  __device__ __forceinline__ void init_columns(const HeadDraw& p, int first_column) const {
     if (p.draws_samples()) {
       for (int column = threadIdx.x; column < kColumns; column += Traits::kThreads) {
         const bool present = column < p.batch;
@@ -267,6 +285,10 @@ struct Block {
           columns.best[sample * kColumns + column] = 0;
         }
       }
+    }
+    for (int column = threadIdx.x; column < kColumns && p.sums.targets != nullptr;
+         column += Traits::kThreads) {
+      columns.targets()[column] = target_of(p, first_column + column);
     }
     for (int column = threadIdx.x; column < kColumns && p.out.strips.maxima != nullptr;
          column += Traits::kThreads) {

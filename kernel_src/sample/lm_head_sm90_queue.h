@@ -51,7 +51,9 @@ __device__ __forceinline__ void score_queued(const HeadDraw& p, const Columns& c
     const unsigned long long key = static_cast<unsigned long long>(key_of<SampleMath>(score))
                                        << 32 |
                                    ~static_cast<uint32_t>(own_row);
-    atomicMax(columns.best + sample * width + column, key);
+    const unsigned long long before = atomicMax(columns.best + sample * width + column, key);
+    if (before < key && p.drawn_logits != nullptr)
+      p.drawn_logits[(int64_t{p.batch_start} + column) * p.drawn_stride + own_row] = logit;
     atomic_max(threshold, score);
   }
 }

@@ -35,14 +35,12 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/strip.h"
 
 namespace fuselage {
 
 constexpr int kMaxSamples = 256;
 constexpr int64_t kMaxVocab = int64_t{1} << 26;  // of a call; sums of weights count with no more
-
-// Neighbouring logits, from a multiple of kStrip on.
-constexpr int kStrip = 16;
 
 // A number for each row, `stride` apart, or `value` for all where `values` is null.
 struct RowFloats {
@@ -145,14 +143,22 @@ struct LmHead {
   float softcap;  // 0: none
 };
 
+// What a head leaves of each strip of a row (common/strip_device.h), for log-probabilities.
+struct StripSums {
+  StripSum* sums;  // [batch, stride], rows in multiples of 16 bytes; or null
+  int64_t stride;
+};
+
 struct LmHeadSample {
   LmHead head;
   Draws draws;
   DrawResults results;  // without logits, tokens and scores alone
   void* workspace;
-  // [batch, vocab], rows in whole strips: written besides, where gpu::draws_before_sums; or null.
+  // Where gpu::draws_before_sums, or null: [batch, logits_stride], of which the logits of what is
+  // drawn are written; and the sums of strips, of all.
   float* logits;
   int64_t logits_stride;
+  StripSums strips;
 };
 
 namespace gpu {
@@ -183,8 +189,22 @@ int64_t lm_head_logits_workspace(const LmHead& p, int device);
 const char* lm_head_logits(const LmHead& p, const HeadLogits& out, void* workspace, int device,
                            void* stream);
 
-// Whether lm_head_sample can write the logits besides, and make what needs sums of them: that is
-// faster than to draw from them.
+// The sums of strips, and the logits of a token of each row, for log_probs.
+struct HeadSums {
+  StripSums strips;
+  float inv_temperature;
+  const void* targets;  // [batch], int64 or int32; those that the vocabulary has not are none
+  bool int32_targets;
+  float* target_logits;  // [batch]
+};
+
+// Whether the head makes sums of strips.
+bool makes_strip_sums(const LmHead& p, int device);
+// With the workspace of lm_head_logits.
+const char* lm_head_sums(const LmHead& p, const HeadSums& out, void* workspace, int device,
+                         void* stream);
+
+// Whether lm_head_sample can make what needs sums, without logits in memory.
 bool draws_before_sums(const LmHeadSample& p, const Filters& filters, int device);
 int64_t lm_head_sample_workspace(const LmHeadSample& p, int device);
 const char* lm_head_sample(const LmHeadSample& p, int device, void* stream);

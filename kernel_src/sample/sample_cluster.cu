@@ -16,17 +16,16 @@ namespace {
 
 // ---- sums and draws ----
 
-// The row's sums for log-probabilities, of this block.
+// The row's sums for log-probabilities, of this block. `filtered`: whether any logit is below
+// `lowest`.
 __device__ __forceinline__ void sum_weights(Shared& shared, const Part& part, const Scale& scale,
-                                            float lowest) {
+                                            bool filtered, float lowest) {
   unsigned long long weights = 0, allowed = 0;
   part.for_each_four([&](int, const float(&four)[4]) {
+    weights += weight_of_strip(four, scale, 0);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      if (!(four[k] > minus_infinity())) continue;
-      const unsigned long long weight = weight_of<SampleMath>(scale.distance(four[k]));
-      weights += weight;
-      allowed += four[k] >= lowest ? weight : 0;
+    for (int k = 0; k < 4 && filtered; ++k) {
+      if (four[k] >= lowest) allowed += weight_of<SampleMath>(scale.distance(four[k]));
     }
   });
   weights = block_sum_of(shared.warp_sums[0], weights);
@@ -83,14 +82,14 @@ __device__ __forceinline__ void draw_samples(const GumbelSample& p, Shared& shar
 __device__ __forceinline__ void write_row(const GumbelSample& p, Shared& shared,
                                           const Cluster& cluster, const ClusterPolicy& policy,
                                           int64_t row, const Maxima& maxima, bool has_sums,
-                                          Candidate* candidates) {
+                                          bool filtered, Candidate* candidates) {
   RowState state{};
   state.max_key = maxima.all > minus_infinity() ? key_of<SampleMath>(maxima.all) : 0;
-  state.raised = 1;
+  state.raised = filtered;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const bool is_block = lane < cluster.blocks;
   if (has_sums) {
-    state.weights = warp_sum_of(is_block ? *cluster.at(&shared.weights, lane) : 0);
+    state.strip_weights = warp_sum_of(is_block ? *cluster.at(&shared.weights, lane) : 0);
     state.allowed = warp_sum_of(is_block ? *cluster.at(&shared.allowed, lane) : 0);
   }
   for (int sample = warp; sample < p.draws.num_samples; sample += kWarps) {
@@ -129,7 +128,6 @@ __device__ __forceinline__ void draw_row(const GumbelSample& p, Shared& shared,
   }
   const Maxima maxima = share_maxima(shared, cluster, of_thread);
   const bool has_weights = maxima.all > minus_infinity() && !temperature.greedy;
-  const bool wants_sums = p.results.logprobs != nullptr || p.results.log_sum_exp != nullptr;
 
   const Scale scale{maxima.all, temperature.inv_temperature};
   uint32_t bound = kKeyOfMinusInfinity + 1;
@@ -143,12 +141,14 @@ __device__ __forceinline__ void draw_row(const GumbelSample& p, Shared& shared,
   }
   const float lowest = value_of_key<SampleMath>(bound);
 
-  if (has_weights && wants_sums) sum_weights(shared, part, scale, lowest);
+  const bool has_sums = has_weights && wants_sums(p.results);
+  const bool filtered = bound > kKeyOfMinusInfinity + 1;
+  if (has_sums) sum_weights(shared, part, scale, filtered, lowest);
   Candidate* candidates = reinterpret_cast<Candidate*>(shared.low);
   draw_samples(p, shared, part, temperature, key, lowest, candidates);
   cluster.sync();
   if (cluster.rank == 0) {
-    write_row(p, shared, cluster, policy, row, maxima, has_weights && wants_sums, candidates);
+    write_row(p, shared, cluster, policy, row, maxima, has_sums, filtered, candidates);
   }
   cluster.sync();
 }

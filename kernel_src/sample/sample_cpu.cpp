@@ -48,10 +48,15 @@ void sample_finish(const Draws& draws, const DrawResults& results, const SampleR
     const float none = baseline::sample_minus_infinity();
     // Logs of the sums of weights, the largest of which is 1.
     float log_all = 0, log_allowed = 0;
-    if (rows != nullptr && !temperature.greedy && rows[row].weights != 0) {
+    if (rows != nullptr && !temperature.greedy && rows[row].strip_weights != 0) {
       const int shift = baseline::weight_shift(draws.vocab);
-      log_all = baseline::log_of_weights<SampleNumbers>(rows[row].weights, shift);
-      log_allowed = baseline::log_of_weights<SampleNumbers>(rows[row].allowed, shift);
+      log_all = log_allowed =
+          baseline::log_of_weights<SampleNumbers>(rows[row].strip_weights, shift);
+      // NOTE: a sum of other roundings, which may be larger.
+      if (rows[row].bound != baseline::kSampleNoBound) {
+        const float log_sum = baseline::log_of_weights<SampleNumbers>(rows[row].allowed, shift);
+        log_allowed = log_sum < log_all ? log_sum : log_all;
+      }
     }
     if (results.log_sum_exp != nullptr) {
       results.log_sum_exp[row] =

@@ -18,7 +18,8 @@ struct SampleCandidate {
 struct SampleRow {
   float max_logit;
   uint32_t bound;             // lowest key of a logit that may be drawn
-  uint64_t weights, allowed;  // sums over all logits, and over those
+  uint64_t weights, allowed;  // with filters: sums over all logits, and over those
+  uint64_t strip_weights;     // the sum over all, as log-probabilities have it
 };
 
 constexpr int64_t kSamplePiece = 4096;  // logits of a row

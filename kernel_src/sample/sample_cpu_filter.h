@@ -13,7 +13,7 @@ struct SampleBins {
   uint64_t weights[kDistanceBins];
 };
 
-// body(logits, size) for all of a row, a piece at a time.
+// body(logits, size) for all of a row, a piece at a time, -inf up to whole strips.
 template <class Body>
 FUSELAGE_INLINE void sample_for_pieces(const GumbelSample& p, int64_t row, Body body) {
   float logits[kSamplePiece];
@@ -21,6 +21,7 @@ FUSELAGE_INLINE void sample_for_pieces(const GumbelSample& p, int64_t row, Body 
     const int64_t size =
         p.draws.vocab - first < kSamplePiece ? p.draws.vocab - first : kSamplePiece;
     sample_load(p, row, first, size, logits);
+    for (int64_t i = size; i % kStrip != 0; ++i) logits[i] = sample_minus_infinity();
     body(logits, size);
   }
 }
@@ -110,7 +111,7 @@ static void sample_raise_bound(const GumbelSample& p, int64_t row, float inv_tem
 }
 
 static void sample_row(const GumbelSample& p, int64_t row, SampleRow& found) {
-  found = {sample_minus_infinity(), kKeyOfMinusInfinity + 1, 0, 0};
+  found = {sample_minus_infinity(), kSampleNoBound, 0, 0, 0};
   sample_for_pieces(p, row, [&](const float* logits, int64_t size) {
     const float max_logit = sample_max(logits, 0, size);
     found.max_logit = max_logit > found.max_logit ? max_logit : found.max_logit;
@@ -122,7 +123,12 @@ static void sample_row(const GumbelSample& p, int64_t row, SampleRow& found) {
   const int shift = weight_shift(p.draws.vocab);
   uint64_t count = 0;
   sample_for_pieces(p, row, [&](const float* logits, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) {
+    for (int64_t i = 0; i < size && p.results.needs_sums(); i += kStrip) {
+      const StripSum strip = strip_sum(logits + i, temperature.inv_temperature, nullptr);
+      const float distance = distance_of(strip.max, found.max_logit, temperature.inv_temperature);
+      found.strip_weights += weight_of_strip<SampleNumbers>(strip.weights, distance, shift);
+    }
+    for (int64_t i = 0; i < size && p.filters.any(); ++i) {
       if (!(logits[i] > sample_minus_infinity())) continue;
       const float distance = distance_of(logits[i], found.max_logit, temperature.inv_temperature);
       const uint64_t weight = weight_of<SampleNumbers>(distance, shift);

@@ -23,6 +23,8 @@ FUSELAGE_INLINE float sample_minus_infinity() { return -__builtin_inff(); }
 
 // ---- rows ----
 
+constexpr uint32_t kSampleNoBound = kKeyOfMinusInfinity + 1;  // all logits but -inf
+
 FUSELAGE_INLINE float sample_option(const RowFloats& option, int64_t row) {
   return option.values == nullptr ? option.value : option.values[row * option.stride];
 }

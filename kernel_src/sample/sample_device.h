@@ -6,7 +6,7 @@
 #include "common/ptx.h"
 #include "common/reduce.h"
 #include "common/runtime_dtype.h"
-#include "common/softmax_device.h"
+#include "common/strip_device.h"
 #include "sample/gumbel.h"
 #include "sample/sample.h"
 
@@ -133,14 +133,42 @@ __device__ __forceinline__ Candidate warp_best(Candidate best) {
 
 // What the filters and the log-probabilities know of a row. `bound` is the lowest key of a logit
 // that may be drawn, and `allowed` the sum of the weights from there on, once a filter has raised
-// the bound.
+// the bound. `strip_weights` is the sum of all as log-probabilities have it.
 struct RowState {
-  unsigned long long weights, allowed;
+  unsigned long long weights, allowed, strip_weights;
   uint32_t max_key;  // or 0
   uint32_t bound;
   uint32_t listed;
   uint32_t raised;
 };
+
+__device__ __forceinline__ bool wants_sums(const DrawResults& results) {
+  return results.logprobs != nullptr || results.log_sum_exp != nullptr;
+}
+
+// The weight of a strip, of which 16 / N neighbouring lanes have N logits each, in the first of
+// them; 0 in the others. -inf stands for what may not be drawn.
+template <int N>
+__device__ __forceinline__ unsigned long long weight_of_strip(const float (&logits)[N],
+                                                              const Scale& scale, int shift) {
+  constexpr int kLanes = kStrip / N;
+  float max = logits[0];
+#pragma unroll
+  for (int k = 1; k < N; ++k) max = fmaxf(max, logits[k]);
+  max = warp_max(max, kLanes);
+  const float to_powers = strip_scale(scale.inv_temperature);
+  uint32_t weights = 0;
+#pragma unroll
+  for (int k = 0; k < N; ++k) weights += StripWeight(logits[k], max, to_powers).units();
+  if (max == -minus_infinity()) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) weights += units_of_infinite(logits[k], max);
+  }
+#pragma unroll
+  for (int mask = 1; mask < kLanes; mask *= 2) weights += shuffle_xor(weights, mask, kLanes);
+  if (threadIdx.x % kLanes != 0) return 0;
+  return weight_of_strip<SampleMath>(weights, scale.distance(max), shift);
+}
 
 // Writes the draw of a row's sample. `state` is used where log-probabilities are wanted.
 __device__ __forceinline__ void write_draw(const Draws& draws, const DrawResults& results,
@@ -158,10 +186,12 @@ __device__ __forceinline__ void write_draw(const Draws& draws, const DrawResults
   if (results.logprobs == nullptr && results.log_sum_exp == nullptr) return;
   const float max_logit = value_or_none(state.max_key);
   float log_all = 0.0f, log_allowed = 0.0f;
-  if (!temperature.greedy && state.weights != 0) {
+  if (!temperature.greedy && state.strip_weights != 0) {
     const int shift = weight_shift(draws.vocab);
-    log_all = log_of_weights<SampleMath>(state.weights, shift);
-    log_allowed = state.raised == 0 ? log_all : log_of_weights<SampleMath>(state.allowed, shift);
+    log_all = log_allowed = log_of_weights<SampleMath>(state.strip_weights, shift);
+    // NOTE: a sum of other roundings, which may be larger.
+    if (state.raised != 0)
+      log_allowed = fminf(log_all, log_of_weights<SampleMath>(state.allowed, shift));
   }
   if (results.log_sum_exp != nullptr && sample == 0) {
     results.log_sum_exp[row] =

@@ -324,6 +324,43 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> log_probs_fwd(
   return {r.log_probs, r.entropy, r.log_sum_exp, r.is_greatest, r.statistics};
 }
 
+// log_probs_fwd, without entropy, of what head_strip_sums gives.
+std::tuple<Tensor, Tensor, Tensor, Tensor> log_probs_of_strips(const Tensor& sums,
+                                                               const Tensor& target_logits,
+                                                               const Tensor& targets, int64_t vocab,
+                                                               double temperature,
+                                                               int64_t ignore_index) {
+  const char* op = "log_probs";
+  FUSELAGE_CHECK(op,
+                 sums.dim() == 2 && sums.is_contiguous() && is_float32(sums) &&
+                     sums.size(1) % 4 == 0 && sums.size(1) / 2 >= (vocab + kStrip - 1) / kStrip,
+                 "`sums` must be those of strips of ", vocab, " logits, got ", shape_of(sums));
+  check_of_rows(op, "targets", targets, sums);
+  const OptionalTensor of_targets = check_floats_of_rows(op, "target_logits", target_logits, sums);
+  LogProbsForward p{};
+  p.in.rows = sums.size(0);
+  p.in.vocab = vocab;
+  p.in.stride = sums.size(1) / 2;
+  p.in.int32_targets = targets.scalar_type() == ScalarType::Int;
+  p.in.ignore_index = ignore_index;
+  const Tensor adjacent = with_adjacent_elements(targets);
+  p.in.targets = adjacent.const_data_ptr();
+  p.inv_temperature = check_temperature(op, temperature);
+  p.strips = static_cast<const StripSum*>(sums.const_data_ptr());
+  p.target_logits = floats_in(of_targets);
+  const Tensor log_probs = empty_of_rows(sums), log_sum_exp = empty_of_rows(sums);
+  const Tensor is_greatest = empty_of_rows(sums, ScalarType::Bool);
+  const Tensor statistics = empty_statistics(sums);
+  p.log_probs = floats_of(log_probs);
+  p.log_sum_exp = floats_of(log_sum_exp);
+  p.is_greatest = static_cast<bool*>(is_greatest.mutable_data_ptr());
+  p.statistics = statistics_of(statistics);
+  launch(
+      op, sums, [] {},
+      [&](int32_t device, void* stream) { return gpu::log_probs_forward(p, device, stream); });
+  return {log_probs, log_sum_exp, is_greatest, statistics};
+}
+
 // The gradients of the results of log_probs, adjacent.
 struct LogProbsGradients {
   OptionalTensor of_log_probs, of_entropy, of_log_sum_exp;
@@ -454,6 +491,11 @@ void register_loss_ops(const Ops& ops) {
               "ignore_index, bool return_entropy",
               "Tensor log_probs, Tensor entropy, Tensor log_sum_exp, Tensor is_greatest",
               "Tensor statistics", TORCH_BOX(&log_probs), TORCH_BOX(&log_probs_fwd));
+  ops.op(
+      "log_probs_of_strips(Tensor sums, Tensor target_logits, Tensor targets, int vocab, float "
+      "temperature, int ignore_index) -> (Tensor log_probs, Tensor log_sum_exp, Tensor "
+      "is_greatest, Tensor statistics)",
+      TORCH_BOX(&log_probs_of_strips));
   ops.op(
       "log_probs_bwd(Tensor? grad_log_probs, Tensor? grad_entropy, Tensor? grad_log_sum_exp, "
       "Tensor logits, Tensor targets, Tensor? entropy, Tensor statistics, float temperature, "

@@ -311,12 +311,21 @@ const char* logits_gpu(const LmHead& head, const gpu::HeadLogits& out, const Ten
   return gpu::lm_head_logits(head, out, workspace.mutable_data_ptr(), device, stream);
 }
 
-// A draw from the head: without filters and sums its logits are never in memory.
+// Sums of strips, in rows of whole pairs.
+Tensor empty_strip_sums(const LmHead& head, const Tensor& like, StripSums& p) {
+  p.stride = (head.vocab + 2 * kStrip - 1) / (2 * kStrip) * 2;
+  const Tensor sums = empty_2d(head.batch, 2 * p.stride, ScalarType::Float, like);
+  p.sums = static_cast<StripSum*>(sums.mutable_data_ptr());
+  return sums;
+}
+
+// A draw from the head: without filters and sums its logits are never in memory. On some GPUs with
+// sums only those are that are drawn.
 void draw_from_head(const char* op, const LmHead& head, const Draws& draws, const Filters& filters,
                     const DrawResults& results, const Tensor& hidden) {
   if (is_meta(hidden)) return;
   if (!filters.any() && !results.needs_sums()) {
-    LmHeadSample p{head, draws, results, nullptr, nullptr, 0};
+    LmHeadSample p{head, draws, results, nullptr, nullptr, 0, {}};
     return run(op, p, hidden);
   }
   const Tensor logits = empty_strips(head.batch, head.vocab, hidden);
@@ -331,8 +340,9 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
   bool is_drawn = false;
   const auto on_cpu = [&] { logits_cpu(head, floats_in(logits), p.stride); };
   const auto on_gpu = [&](int32_t device, void* stream) {
-    LmHeadSample both{head, draws, results, nullptr, floats_in(logits), p.stride};
+    LmHeadSample both{head, draws, results, nullptr, floats_in(logits), p.stride, {}};
     is_drawn = gpu::draws_before_sums(both, filters, device);
+    if (is_drawn) strips = empty_strip_sums(head, hidden, both.strips);
     if (is_drawn)
       return run_gpu<gpu::lm_head_sample_workspace, gpu::lm_head_sample>(both, hidden, device,
                                                                          stream);
@@ -353,16 +363,24 @@ void draw_from_head(const char* op, const LmHead& head, const Draws& draws, cons
   if (!is_drawn) run(op, p, hidden);
 }
 
-// The logits themselves: float32 [batch, vocab], rows in whole strips.
-Tensor head_logits(const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias) {
-  const char* op = "head_logits";
-  const Head head = check_head(op, hidden, weight, std::nullopt, bias, std::nullopt);
+// Of an op that has no float8 weights.
+Head check_whole_head(const char* op, const Tensor& hidden, const Tensor& weight,
+                      const OptionalTensor& bias, std::optional<double> logit_softcap) {
+  Head head = check_head(op, hidden, weight, std::nullopt, bias, logit_softcap);
   const LmHead& p = head.params;
   FUSELAGE_CHECK(op, p.weight_type == WeightType::as_hidden, "`weight` must be ",
                  dtype_name(p.dtype), " as `hidden`, got float8_e4m3fn");
   FUSELAGE_CHECK(op, p.vocab >= 1,
                  "`weight` has no rows: one that is partitioned must be gathered first");
   FUSELAGE_CHECK(op, p.vocab <= kMaxVocab, "rows of `weight` must be at most 2^26, got ", p.vocab);
+  return head;
+}
+
+// The logits themselves: float32 [batch, vocab], rows in whole strips.
+Tensor head_logits(const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias) {
+  const char* op = "head_logits";
+  const Head head = check_whole_head(op, hidden, weight, bias, std::nullopt);
+  const LmHead& p = head.params;
   Tensor strips = empty_strips(p.batch, p.vocab, hidden);
   const Tensor logits = torch::stable::narrow(strips, 1, 0, p.vocab);
   if (is_nothing(hidden, p.batch, p.vocab)) return logits;
@@ -373,6 +391,54 @@ Tensor head_logits(const Tensor& hidden, const Tensor& weight, const OptionalTen
       op, hidden, [&] { logits_cpu(p, out.logits, out.stride); },
       [&](int32_t device, void* stream) { return logits_gpu(p, out, logits, device, stream); });
   return logits;
+}
+
+// Whether head_strip_sums is for this head and GPU.
+bool makes_strip_sums(const Tensor& hidden, const Tensor& weight) {
+  if (hidden.numel() == 0 || is_meta(hidden)) return false;
+  const char* op = "head_logits";
+  const Head head = check_whole_head(op, hidden, weight, std::nullopt, std::nullopt);
+  bool is = false;
+  launch(
+      op, hidden, [] {},
+      [&](int32_t device, void*) -> const char* {
+        is = gpu::makes_strip_sums(head.params, device);
+        return nullptr;
+      });
+  return is;
+}
+
+// What log_probs_of_strips needs of the logits, which are never in memory: a maximum and a sum of
+// weights, float32 and uint32, of each 16, and the logits of the targets.
+std::tuple<Tensor, Tensor> head_strip_sums(const Tensor& hidden, const Tensor& weight,
+                                           const OptionalTensor& bias, const Tensor& targets,
+                                           double temperature,
+                                           std::optional<double> logit_softcap) {
+  const char* op = "head_logits";
+  const Head head = check_whole_head(op, hidden, weight, bias, logit_softcap);
+  const LmHead& p = head.params;
+  check_same_device(op, "targets", targets, hidden, "hidden");
+  const ScalarType type = targets.scalar_type();
+  FUSELAGE_CHECK(op, type == ScalarType::Long || type == ScalarType::Int,
+                 "`targets` must be int64 or int32, got ", torch::headeronly::toString(type));
+  FUSELAGE_CHECK(op, targets.dim() == 1 && targets.size(0) == p.batch && targets.is_contiguous(),
+                 "`targets` must be contiguous, one for each row of `hidden`");
+  gpu::HeadSums out{};
+  const Tensor sums = empty_strip_sums(p, hidden, out.strips);
+  const Tensor logits = empty(&p.batch, 1, ScalarType::Float, hidden);
+  out.inv_temperature = 1.0f / static_cast<float>(temperature);
+  out.targets = targets.const_data_ptr();
+  out.int32_targets = type == ScalarType::Int;
+  out.target_logits = floats_in(logits);
+  launch(
+      op, hidden, [] {},
+      [&](int32_t device, void* stream) -> const char* {
+        if (!gpu::makes_strip_sums(p, device)) return "the GPU makes no sums of strips";
+        const int64_t bytes = gpu::lm_head_logits_workspace(p, device);
+        const Tensor workspace = bytes == 0 ? sums : workspace_of(bytes, sums);
+        return gpu::lm_head_sums(p, out, workspace.mutable_data_ptr(), device, stream);
+      });
+  return {sums, logits};
 }
 
 // (tokens, logprobs, filtered_logprobs), the latter two empty unless asked for. `offset`, unless it
@@ -500,6 +566,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> lm_head_sample_shard(
 void register_sample_ops(const Ops& ops) {
   ops.op("head_logits(Tensor hidden, Tensor weight, Tensor? bias) -> Tensor logits",
          TORCH_BOX(&head_logits));
+  ops.op("makes_strip_sums(Tensor hidden, Tensor weight) -> bool", TORCH_BOX(&makes_strip_sums));
+  ops.op(
+      "head_strip_sums(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, float "
+      "temperature, float? logit_softcap) -> (Tensor sums, Tensor target_logits)",
+      TORCH_BOX(&head_strip_sums));
   ops.op(
       "gumbel_sample(Tensor logits, Tensor? bias, Tensor? bitmask, Tensor seed, Tensor(a!)? "
       "offset, Tensor? temperature, float temperature_value, Tensor? top_k, int? top_k_value, "

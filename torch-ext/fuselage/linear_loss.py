@@ -394,18 +394,34 @@ def _forward_of_log_probs(hidden, weight, bias, targets, *options):
     *options, has_entropy, max_workspace = options
     _check("linear_log_probs", hidden, max_workspace, targets=targets)
     parts = parts_of_rows(hidden, weight, max_workspace)
+    of_logits = has_entropy or not ops.makes_strip_sums.default(hidden, weight)
     if len(parts) > 1:
         results = _empty_log_probs(hidden, has_entropy)
     for part in parts:
-        logits = head_logits(some(hidden, part), weight, bias)
-        found = _log_probs_fwd(logits, some(targets, part), *options, has_entropy)
-        del logits  # before there are the next
+        of_part = (some(hidden, part), weight, bias, some(targets, part), *options)
+        found = _of_logits(*of_part, has_entropy) if of_logits else _of_strips(*of_part)
         if len(parts) == 1:
             return found
-        for result, of_part in zip(results, found):
+        for result, value in zip(results, found):
             if result.shape[0] > 0:
-                result[part] = of_part
+                result[part] = value
     return results
+
+
+def _of_logits(hidden, weight, bias, targets, *options):
+    return _log_probs_fwd(head_logits(hidden, weight, bias), targets, *options)
+
+
+def _of_strips(hidden, weight, bias, targets, temperature, softcap, ignore_index):
+    """The same bits, without logits in memory: the head adds up the weights of 16 at a time."""
+    targets = targets.contiguous()
+    sums, of_targets = ops.head_strip_sums.default(
+        *(hidden, weight, bias, targets, temperature, softcap)
+    )
+    log_probs, *others = ops.log_probs_of_strips.default(
+        *(sums, of_targets, targets, weight.shape[0], temperature, ignore_index)
+    )
+    return log_probs, hidden.new_empty((0,), dtype=torch.float32), *others
 
 
 @_op(f"linear_log_probs({_LOG_PROBS}) -> ({_LOG_PROBS_RESULTS})")

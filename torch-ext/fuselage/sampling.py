@@ -69,7 +69,8 @@ def lm_head_sample(
         token  = argmax(logits / temperature + g),    g = -log(-log(u)), u uniform in (0, 1)
 
     in one pass over the weights. Without filters and log-probabilities the logits are never in
-    memory; with them they are written once, in float32. Accumulation is in float32.
+    memory; with filters they are written once, in float32, and with log-probabilities on GPUs other
+    than Hopper. Accumulation is in float32.
 
     The noise `g` is made by Philox4x32-10 of the row's seed, offset and stream, the number of the
     sample and the index of the token, and of nothing else: a row draws the same token at any batch
