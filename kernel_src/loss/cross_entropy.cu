@@ -8,34 +8,12 @@
 // The backward reads a row again, and writes its gradient, each element by itself.
 
 #include "loss/cross_entropy_policy.h"
-#include "loss/loss_device.h"
+#include "loss/loss_row.h"
 
 namespace fuselage {
 namespace {
 
 // ---- the forward ----
-
-// Of some of a row's logits: the maximum, the sum of e^(x - max), and that of x.
-struct RunningSums {
-  float max, sum, total;
-
-  // NOTE: the lowest float, as -inf has no distance from itself. Rows without a sum have no finite
-  // logit.
-  static __device__ __forceinline__ RunningSums none() { return {kLowestFloat, 0.0f, 0.0f}; }
-
-  __device__ __forceinline__ void raise(float most) {
-    sum *= exp2_approximate((max - most) * kLog2E);
-    max = most;
-  }
-};
-
-// Over `width` neighbouring lanes, in every one of them.
-__device__ __forceinline__ RunningSums warp_join(RunningSums sums, int width) {
-  sums.raise(warp_max(sums.max, width));
-  sums.sum = warp_sum(sums.sum, width);
-  sums.total = warp_sum(sums.total, width);
-  return sums;
-}
 
 // Of a part of a row: `size` logits from `data` on, none where size <= 0. The lanes of a warp go
 // round equally often: they load together.
@@ -53,51 +31,13 @@ __device__ __forceinline__ RunningSums read_part(const CrossEntropyForward& p, c
     RowLoading<T, kVectors, kAligned> loading;
     loading.start(source, left);
     float values[kVectors][N];
-    float most = sums.max;
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      unpack(loading.finish(j), p.in.dtype, values[j]);
-      finish_logits(values[j], left - j * kWarpSize * N, p.in.softcap, minus_infinity());
-#pragma unroll
-      for (int k = 0; k < N; ++k) most = fmaxf(most, values[j][k]);
-    }
-    if (most > sums.max) sums.raise(most);
-    float parts[4] = {};
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-#pragma unroll
-      for (int k = 0; k < N; ++k) parts[k % 4] += exp2_approximate((values[j][k] - most) * kLog2E);
-    }
-    sums.sum += (parts[0] + parts[1]) + (parts[2] + parts[3]);
-    if (p.smoothing != 0.0f) {
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-#pragma unroll
-        for (int k = 0; k < N; ++k)
-          sums.total += k < left - j * kWarpSize * N ? values[j][k] : 0.0f;
-      }
-    }
+    for (int j = 0; j < kVectors; ++j) unpack(loading.finish(j), p.in.dtype, values[j]);
+    sums.add(p, values, left);
     source += columns.step;
     left -= columns.step;
   } while (left + columns.first > 0);
   return sums;
-}
-
-__device__ __forceinline__ void write_loss(const CrossEntropyForward& p, int64_t row,
-                                           const RunningSums& sums) {
-  const float log_sum = log_of_sum(sums.sum), distance = target_logit(p.in, row) - sums.max;
-  float loss = log_sum - (1.0f - p.smoothing) * distance;
-  if (p.smoothing != 0.0f)
-    loss -= p.smoothing * (sums.total / static_cast<float>(p.in.vocab) - sums.max);
-  const float log_sum_exp = sums.max + log_sum;
-  if (p.square_scale != 0.0f) loss += p.square_scale * log_sum_exp * log_sum_exp;
-  p.losses[row] = p.token_weights == nullptr ? loss : p.token_weights[row] * loss;
-  if (p.statistics != nullptr) p.statistics[row] = {sums.max, log_sum};
-}
-
-__device__ __forceinline__ void write_nothing(const CrossEntropyForward& p, int64_t row) {
-  p.losses[row] = 0.0f;
-  if (p.statistics != nullptr) p.statistics[row] = {0.0f, 0.0f};
 }
 
 // The sums of a row of the block or cluster, in thread 0 of the first block. Threads keep those of
@@ -159,7 +99,7 @@ __global__ void __launch_bounds__(kLossThreads, bounded_blocks(kLossThreads, kAl
   }
   if (!is_first || row >= p.in.rows) return;
   if (is_read) {
-    write_loss(p, row, sums);
+    write_loss(p, row, sums, target_logit(p.in, row));
   } else {
     write_nothing(p, row);
   }
@@ -195,86 +135,6 @@ __global__ void __launch_bounds__(kLossSumThreads) finish_kernel(const CrossEntr
 
 // ---- the backward ----
 
-// The gradient of z is of_prob * p + of_log2 * p * log2(p) - of_target [is the target] - offset.
-struct GradientFactors {
-  float of_prob, of_log2, of_target, offset;
-  int target;
-};
-
-__device__ __forceinline__ float value_at(const float* values, int64_t row, float missing) {
-  return values == nullptr ? missing : values[row];
-}
-
-__device__ __forceinline__ GradientFactors factors_of(const LossBackward& p, int64_t row,
-                                                      const RowStatistics& statistics) {
-  const int64_t target = target_of(p.in, row);
-  GradientFactors f{0.0f, 0.0f, 0.0f, 0.0f, -1};
-  if (target >= 0 && target < p.full_vocab) {
-    f.target = static_cast<int>(target - p.first_column);
-  } else {
-    f.offset = not_a_number();
-  }
-  if (p.grad_loss != nullptr) {
-    float grad = p.grad_loss[p.grad_per_row ? row : 0] * value_at(p.token_weights, row, 1.0f);
-    if (p.count != nullptr) grad /= *p.count;
-    const float log_sum_exp = statistics.max + statistics.log_sum;
-    f.of_prob = grad;
-    if (p.square_scale != 0.0f) f.of_prob += 2.0f * grad * p.square_scale * log_sum_exp;
-    f.of_target = grad * (1.0f - p.smoothing);
-    f.offset += grad * p.smoothing / static_cast<float>(p.full_vocab);
-  } else {
-    const float of_log_prob = value_at(p.grad_log_probs, row, 0.0f);
-    const float of_entropy = value_at(p.grad_entropy, row, 0.0f);
-    f.of_prob = value_at(p.grad_log_sum_exp, row, 0.0f) - of_log_prob;
-    if (p.grad_entropy != nullptr) f.of_prob -= of_entropy * p.entropy[row];
-    f.of_log2 = -0.693147180559945f * of_entropy;
-    f.of_target = -of_log_prob;
-  }
-  return f;
-}
-
-// What the gradients of a row have in common.
-struct GradientRow {
-  RowStatistics statistics;
-  GradientFactors f;
-  float scale, shift;  // of logarithms of probabilities, to the base 2
-  float inv_temperature, softcap, inv_softcap;
-
-  // The gradients of N logits, of which the first is that of `column`.
-  template <int N>
-  __device__ __forceinline__ void differentiate(float (&x)[N], int column,
-                                                float (&grads)[N]) const {
-    finish_logits(x, N, softcap, 0.0f);
-    float log2_probs[N];
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      log2_probs[k] = (x[k] - statistics.max) * scale - shift;
-      grads[k] = f.of_prob;
-    }
-    if (f.of_log2 != 0.0f) {
-      // NOTE: the bound is for probabilities of zero, whose logarithms are not finite.
-#pragma unroll
-      for (int k = 0; k < N; ++k) grads[k] += f.of_log2 * fmaxf(log2_probs[k], -200.0f);
-    }
-#pragma unroll
-    for (int k = 0; k < N; ++k) grads[k] = exp2_approximate(log2_probs[k]) * grads[k] - f.offset;
-    // NOTE: one branch. With one for each element, exponentials wait for each other.
-    const unsigned target = static_cast<unsigned>(f.target - column);
-    if (target < N) {
-#pragma unroll
-      for (unsigned k = 0; k < N; ++k) grads[k] -= k == target ? f.of_target : 0.0f;
-    }
-#pragma unroll
-    for (int k = 0; k < N; ++k) grads[k] *= inv_temperature;
-    if (softcap == 0.0f) return;
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      const float tanh = x[k] * inv_softcap;
-      grads[k] *= 1.0f - tanh * tanh;
-    }
-  }
-};
-
 // From logits of T to gradients of U.
 template <typename T, typename U, int kVectors, bool kAligned>
 __global__ void __launch_bounds__(kGradientThreads, 4)
@@ -290,22 +150,13 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
   const T* data = row_of<T>(p.in, is_row ? row : 0);
   U* grad_row = static_cast<U*>(p.grad_logits) + (is_row ? row : 0) * p.grad_stride;
 
-  // NOTE: where nothing is read, logits and factors are zero, and so are gradients.
-  GradientRow own{};
-  own.inv_temperature = p.inv_temperature;
-  own.softcap = p.in.softcap;
-  own.inv_softcap = p.in.softcap == 0.0f ? 0.0f : 1.0f / p.in.softcap;
-  own.scale = p.inv_temperature * kLog2E;
+  GradientRow own(p);
 #pragma unroll 1
   for (int turn = 0; turn < policy.turns; ++turn, column += columns.step) {
     const int left = is_row ? static_cast<int>(p.in.vocab) - column : -N;
     RowLoading<T, kVectors, kAligned> loading;
     loading.start(data + column, is_read ? left : -N);
-    if (turn == 0 && is_read) {
-      own.statistics = p.statistics[row];
-      own.f = factors_of(p, row, own.statistics);
-      own.shift = own.statistics.log_sum * kLog2E;
-    }
+    if (turn == 0 && is_read) own.read(p, row, p.statistics[row]);
     RowStoring<U, N, kVectors, kAligned> storing(grad_row + column, left);
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
