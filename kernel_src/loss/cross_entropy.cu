@@ -156,12 +156,16 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
     const int left = is_row ? static_cast<int>(p.in.vocab) - column : -N;
     RowLoading<T, kVectors, kAligned> loading;
     loading.start(data + column, is_read ? left : -N);
-    if (turn == 0 && is_read) own.read(p, row, p.statistics[row]);
+    if (turn == 0 && is_read) {
+      own.read(p, row);
+      own.finish(p, p.statistics[row]);
+    }
     RowStoring<U, N, kVectors, kAligned> storing(grad_row + column, left);
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       float x[N], grads[N];
       unpack(loading.finish(j), p.in.dtype, x);
+      finish_logits(x, N, p.in.softcap, 0.0f);
       own.differentiate(x, column + j * kWarpSize * N, grads);
       storing.put(j, pack<U>(grads, p.grad_dtype));
     }

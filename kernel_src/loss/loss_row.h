@@ -17,8 +17,14 @@ struct RunningSums {
   // logit.
   static __device__ __forceinline__ RunningSums none() { return {kLowestFloat, 0.0f, 0.0f}; }
 
+  // NOTE: rounded, whatever is added to it: the compiler would make FMAs of it in some kernels.
   __device__ __forceinline__ void raise(float most) {
-    sum *= exp2_approximate((max - most) * kLog2E);
+    const float factor = exp2_approximate((max - most) * kLog2E);
+#if defined(USE_ROCM)
+    sum *= factor;
+#else
+    sum = __fmul_rn(sum, factor);
+#endif
     max = most;
   }
 
@@ -90,8 +96,8 @@ __device__ __forceinline__ float value_at(const float* values, int64_t row, floa
   return values == nullptr ? missing : values[row];
 }
 
-__device__ __forceinline__ GradientFactors factors_of(const LossBackward& p, int64_t row,
-                                                      const RowStatistics& statistics) {
+// All that does not depend on statistics.
+__device__ __forceinline__ GradientFactors factors_of(const LossBackward& p, int64_t row) {
   const int64_t target = target_of(p.in, row);
   GradientFactors f{0.0f, 0.0f, 0.0f, 0.0f, -1};
   if (target >= 0 && target < p.full_vocab) {
@@ -102,9 +108,7 @@ __device__ __forceinline__ GradientFactors factors_of(const LossBackward& p, int
   if (p.grad_loss != nullptr) {
     float grad = p.grad_loss[p.grad_per_row ? row : 0] * value_at(p.token_weights, row, 1.0f);
     if (p.count != nullptr) grad /= *p.count;
-    const float log_sum_exp = statistics.max + statistics.log_sum;
     f.of_prob = grad;
-    if (p.square_scale != 0.0f) f.of_prob += 2.0f * grad * p.square_scale * log_sum_exp;
     f.of_target = grad * (1.0f - p.smoothing);
     f.offset += grad * p.smoothing / static_cast<float>(p.full_vocab);
   } else {
@@ -135,18 +139,22 @@ struct GradientRow {
         softcap(p.in.softcap),
         inv_softcap(p.in.softcap == 0.0f ? 0.0f : 1.0f / p.in.softcap) {}
 
-  __device__ __forceinline__ void read(const LossBackward& p, int64_t row,
-                                       const RowStatistics& of_row) {
+  // In two steps, so that what is read need not wait for the statistics.
+  __device__ __forceinline__ void read(const LossBackward& p, int64_t row) {
+    f = factors_of(p, row);
+  }
+  __device__ __forceinline__ void finish(const LossBackward& p, const RowStatistics& of_row) {
     statistics = of_row;
-    f = factors_of(p, row, of_row);
     shift = of_row.log_sum * kLog2E;
+    if (p.grad_loss == nullptr || p.square_scale == 0.0f) return;
+    const float log_sum_exp = of_row.max + of_row.log_sum;
+    f.of_prob += 2.0f * f.of_prob * p.square_scale * log_sum_exp;
   }
 
-  // The gradients of N logits, of which the first is that of `column`.
+  // The gradients of N logits, of which the first is that of `column`, from their x.
   template <int N>
-  __device__ __forceinline__ void differentiate(float (&x)[N], int column,
+  __device__ __forceinline__ void differentiate(const float (&x)[N], int column,
                                                 float (&grads)[N]) const {
-    finish_logits(x, N, softcap, 0.0f);
     float log2_probs[N];
 #pragma unroll
     for (int k = 0; k < N; ++k) {
