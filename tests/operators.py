@@ -968,6 +968,9 @@ def _linear_loss_samples(kernel, device):
         factors = (grad, weights, divisor, 0.1, 0.01, None, None, None, None, 1.0, None)
         given = (grad_logits, logits, targets, statistics, *factors, -100, 2, 20)
         yield ops.loss_columns_bwd_.default, given
+        outputs = (grad_logits, torch.empty_like(weights), torch.empty_like(statistics))
+        given = (*outputs, logits, targets, weights, grad, divisor, -100, 0.1, 0.01, 5.0)
+        yield ops.cross_entropy_fwd_bwd_.default, given
         yield ops.multiply_.default, (grad_logits.contiguous(), torch.tensor(0.3, device=device))
         yield ops.linear_cross_entropy.default, (*head, weights, *options, 512)
         yield ops.linear_log_probs.default, (*head, *temperature, bool(number), 512)

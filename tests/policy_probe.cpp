@@ -750,6 +750,26 @@ void loss(const DeviceInfo& device, Report& report) {
                             gradient.turns * gradient.threads * gradient.vectors * vector,
                     "logits without a block");
 
+      const OnePassPolicy once = one_pass_policy(device, rows, vocab, false);
+      expect_aligned(report, starts_aligned(p),
+                     {{p.in.logits, one ? 0 : stride, 16, size},
+                      {p.grad_logits, one ? 0 : vocab, 16, dtype_size(p.grad_dtype)}});
+      report.expect(!once.fits || device.has_bulk_copy, "bulk copies");
+      if (once.fits) {
+        const int warps = once.threads / kWarpSize;
+        expect_legal(report, device,
+                     {int64_t{once.clusters} * once.cluster, 1, once.threads, 1,
+                      once.shared_bytes + kOnePassFixedBytes, once.cluster},
+                     kOnePassWarps * kWarpSize);
+        report.expect(once.cluster > 1, "st.async in a launch without clusters");
+        report.expect(once.clusters <= rows && warps * once.cluster >= once.warps,
+                      "a warp of the row without one of the cluster");
+        int64_t logits = 0;
+        for (int warp = 0; warp < once.warps; ++warp)
+          logits += int64_t{pieces_of(once.row, static_cast<int>(vocab), warp)} * kPieceLogits;
+        report.expect(logits >= vocab && logits < vocab + kPieceLogits, "logits without a warp");
+      }
+
       for (const int each : {1, kStripsInFlight}) {
         const RowWeightsPolicy strips = row_weights_policy(device, rows, vocab, each, offset == 0);
         expect_legal(

@@ -311,6 +311,12 @@ __device__ __forceinline__ void st_async(float* slot, int rank, float value, uin
 
 // ---- bulk copies ----
 
+// Orders what the thread has read and written in shared memory before bulk copies to there that are
+// started after a barrier.
+__device__ __forceinline__ void fence_proxy_async() {
+  FUSELAGE_SM90_ASM("fence.proxy.async.shared::cta;" :: : "memory");
+}
+
 // Starts the copy of `bytes` (a multiple of 16, both sides aligned to 16) from global to shared
 // memory, and counts them at the mbarrier. One thread copies a whole row, beside the queue in which
 // the SM's other loads and stores wait.

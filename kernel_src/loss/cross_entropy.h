@@ -111,6 +111,9 @@ namespace gpu {
 
 const char* multiply(const Multiply& p, int device, void* stream);
 const char* cross_entropy_forward(const CrossEntropyForward& p, int device, void* stream);
+// The forward, without a reduction, and then the backward: in one kernel where that is possible.
+const char* cross_entropy_with_gradient(const CrossEntropyForward& forward,
+                                        const LossBackward& backward, int device, void* stream);
 const char* log_probs_forward(const LogProbsForward& p, int device, void* stream);
 const char* loss_backward(const LossBackward& p, int device, void* stream);
 

@@ -160,6 +160,41 @@ def test_the_factor_of_gradients(fuselage, device, dtype, count, offset):
         multiply(around.expand(2, -1), torch.ones(1, device=device))
 
 
+@pytest.mark.kernels_ci
+@each_dtype
+@pytest.mark.parametrize("vocab", [1, 128, 129, 1000, 4097, 32000, 50257, 151936, 300_000])
+@pytest.mark.parametrize("padded", [True, False])
+def test_loss_and_gradient_at_once(fuselage, device, dtype, vocab, padded):
+    """The bits of one after the other, of a row whatever the others are, and nothing beside."""
+    ops = fuselage.linear_loss.ops
+    rows = min(4000, 2**25 // vocab) if device == "cuda" else 7  # some for each cluster
+    stride = (vocab + 15) // 16 * 16 if padded else vocab
+    logits = normal((rows, stride), torch.float32, device, scale=3.0)[:, :vocab]
+    targets = torch.randint(vocab, (rows,), device=device)
+    targets[1::3] = targets[5] = -100
+    weights, one = normal((rows,), torch.float32, device), torch.ones((), device=device)
+    count = (targets != -100).sum(dtype=torch.float32).view(1)
+    for case in ({}, {"smoothing": 0.1, "square": 0.01, "softcap": 5.0}):
+        smoothing, square = case.get("smoothing", 0.0), case.get("square", 0.0)
+        options = (-100, smoothing, square, case.get("softcap"))
+        loss, statistics, _ = ops.cross_entropy_fwd.default(
+            logits, targets, weights, 0, *options, False
+        )
+        grads = torch.full((rows, stride), 7.0, dtype=dtype, device=device)
+        ops.loss_columns_bwd_.default(
+            *(grads[:, :vocab], logits, targets, statistics, one, weights, count),
+            *(smoothing, square, None, None, None, None, 1.0, options[3], -100, 0, vocab),
+        )
+        for some in (slice(0, rows), slice(2, 3)):
+            found = torch.full_like(grads[some], 7.0), loss[some] + 1, statistics[some] + 1
+            ops.cross_entropy_fwd_bwd_.default(
+                *(found[0][:, :vocab], *found[1:], logits[some], targets[some], weights[some]),
+                *(one, count, *options),
+            )
+            for ours, apart in zip(found, (grads, loss, statistics), strict=True):
+                assert_same_bits(ours, apart[some], "apart")
+
+
 def parts_of(fuselage):
     """The module of the loss's slices and products."""
     return sys.modules[fuselage.linear_loss.__name__.replace("linear_loss", "_head_parts")]

@@ -201,6 +201,43 @@ void run_backward(Given& given, LossBackward& p, const Tensor& statistics,
   launch<cpu::loss_backward, gpu::loss_backward>(given.op, given.logits, p, p.in.rows, p.in.vocab);
 }
 
+// Their row stride: of the logits' shape and dtype, or, of float32 logits, of any dtype.
+int64_t check_grad_logits(const Given& given, const Tensor& grad_logits) {
+  const char* op = given.op;
+  const DType dtype = check_rows(op, grad_logits, "grad_logits");
+  FUSELAGE_CHECK(op,
+                 rows_in(grad_logits) == given.in.rows && columns_in(grad_logits) == given.in.vocab,
+                 "`grad_logits` must have the shape of `logits` ", shape_of(given.logits), ", got ",
+                 shape_of(grad_logits));
+  FUSELAGE_CHECK(op, dtype == given.in.dtype || given.in.dtype == DType::float32,
+                 "`grad_logits` must have the dtype of `logits`, unless that is float32");
+  check_same_device(op, "grad_logits", grad_logits, given.logits, "logits");
+  return check_written_rows(op, "grad_logits", grad_logits, "a copy");
+}
+
+// What the gradient of a row's cross-entropy is multiplied by, or that of all, and divided by.
+struct LossFactors {
+  OptionalTensor grad_loss, token_weights;
+
+  LossFactors(const Given& given, const OptionalTensor& grad, const OptionalTensor& weights,
+              const OptionalTensor& count, LossBackward& p)
+      : grad_loss(grad) {
+    const char* op = given.op;
+    if (grad.has_value()) {
+      p.grad_per_row = grad->dim() > 0;
+      if (p.grad_per_row) grad_loss = check_floats_of_rows(op, "grad_loss", grad, given.logits);
+      check_same_device(op, "grad_loss", *grad, given.logits, "logits");
+      FUSELAGE_CHECK(op, is_float32(*grad), "`grad_loss` must be float32");
+    }
+    if (count.has_value())
+      check_saved(op, "count", *count, 1, given.logits, "logits", "count of targets");
+    token_weights = check_floats_of_rows(op, "token_weights", weights, given.logits);
+    p.grad_loss = floats_in(grad_loss);
+    p.token_weights = floats_in(token_weights);
+    p.count = floats_in(count);
+  }
+};
+
 void check_statistics(const char* op, const Tensor& statistics, const Tensor& logits) {
   check_saved(op, "statistics", statistics, 2 * rows_in(logits), logits, "logits", "float32 [",
               rows_in(logits), ", 2]");
@@ -266,6 +303,46 @@ void cross_entropy_bwd_(const Tensor& logits, const Tensor& grad_out, const Tens
       given,
       {grad_out, statistics, count, token_weights, {reduction, label_smoothing, lse_square_scale}},
       logits, stride);
+}
+
+// The losses of rows and their gradients at once, of which `count` is known before: as
+// cross_entropy without a reduction, and loss_columns_bwd_ of all columns.
+void cross_entropy_fwd_bwd_(const Tensor& grad_logits, const Tensor& losses,
+                            const Tensor& statistics, const Tensor& logits, const Tensor& targets,
+                            const OptionalTensor& token_weights, const Tensor& grad_loss,
+                            const OptionalTensor& count, int64_t ignore_index,
+                            double label_smoothing, double lse_square_scale,
+                            std::optional<double> logit_softcap) {
+  const char* op = "cross_entropy";
+  CrossEntropyForward f{};
+  LossBackward b{};
+  f.reduction = check_options(op, {0, label_smoothing, lse_square_scale});
+  const Given given = check(op, logits, targets, ignore_index, logit_softcap);
+  const LossFactors factors(given, grad_loss, token_weights, count, b);
+  b.grad_stride = check_grad_logits(given, grad_logits);
+  check_saved(op, "losses", losses, given.in.rows, logits, "logits", "losses");
+  check_statistics(op, statistics, logits);
+  if (is_nothing(logits, given.in.rows, given.in.vocab)) return;
+  check_range(given);
+  f.in = b.in = given.in;
+  f.token_weights = b.token_weights;
+  f.smoothing = b.smoothing = static_cast<float>(label_smoothing);
+  f.square_scale = b.square_scale = static_cast<float>(lse_square_scale);
+  f.losses = floats_of(losses);
+  b.statistics = f.statistics = statistics_of(statistics);
+  b.inv_temperature = 1.0f;
+  b.grad_logits = grad_logits.mutable_data_ptr();
+  b.grad_dtype = *dtype_from(grad_logits.scalar_type());
+  b.full_vocab = f.in.vocab;
+  launch(
+      op, logits,
+      [&] {
+        on_threads<cpu::cross_entropy_forward>(f, f.in.rows, f.in.vocab);
+        on_threads<cpu::loss_backward>(b, b.in.rows, b.in.vocab);
+      },
+      [&](int32_t device, void* stream) {
+        return gpu::cross_entropy_with_gradient(f, b, device, stream);
+      });
 }
 
 // ---- log_probs ----
@@ -404,7 +481,7 @@ Tensor log_probs_bwd(const OptionalTensor& grad_log_probs, const OptionalTensor&
 }
 
 // The backward of either loss for some of the columns, `vocab` in all, from `first_column` on.
-// `grad_logits`: of the logits' shape and dtype, or, of float32 logits, of any; may be `logits`.
+// `grad_logits` may be `logits`.
 // `grad_loss`: of each row's cross-entropy, or one for all; without it, of log_probs. It is divided
 // by `count`, if given.
 void loss_columns_bwd_(const Tensor& grad_logits, const Tensor& logits, const Tensor& targets,
@@ -423,33 +500,14 @@ void loss_columns_bwd_(const Tensor& grad_logits, const Tensor& logits, const Te
   FUSELAGE_CHECK(op, first_column >= 0 && first_column + given.in.vocab <= vocab,
                  "`logits` must be columns of ", vocab, ", got ", shape_of(logits), " from ",
                  first_column);
-  const DType dtype = check_rows(op, grad_logits, "grad_logits");
-  FUSELAGE_CHECK(op,
-                 rows_in(grad_logits) == given.in.rows && columns_in(grad_logits) == given.in.vocab,
-                 "`grad_logits` must have the shape of `logits` ", shape_of(logits), ", got ",
-                 shape_of(grad_logits));
-  FUSELAGE_CHECK(op, dtype == given.in.dtype || given.in.dtype == DType::float32,
-                 "`grad_logits` must have the dtype of `logits`, unless that is float32");
-  check_same_device(op, "grad_logits", grad_logits, logits, "logits");
+  const int64_t stride = check_grad_logits(given, grad_logits);
   const LogProbsGradients gradients(given, grad_log_probs, grad_entropy, grad_log_sum_exp, entropy,
                                     p);
-  OptionalTensor of_loss = grad_loss;
-  if (grad_loss.has_value()) {
-    p.grad_per_row = grad_loss->dim() > 0;
-    if (p.grad_per_row) of_loss = check_floats_of_rows(op, "grad_loss", grad_loss, logits);
-    check_same_device(op, "grad_loss", *grad_loss, logits, "logits");
-    FUSELAGE_CHECK(op, is_float32(*grad_loss), "`grad_loss` must be float32");
-  }
-  if (count.has_value()) check_saved(op, "count", *count, 1, logits, "logits", "count of targets");
-  const OptionalTensor weights = check_floats_of_rows(op, "token_weights", token_weights, logits);
-  p.grad_loss = floats_in(of_loss);
-  p.token_weights = floats_in(weights);
-  p.count = floats_in(count);
+  const LossFactors factors(given, grad_loss, token_weights, count, p);
   p.smoothing = static_cast<float>(label_smoothing);
   p.square_scale = static_cast<float>(lse_square_scale);
   p.first_column = first_column;
   p.full_vocab = vocab;
-  const int64_t stride = check_written_rows(op, "grad_logits", grad_logits, "a copy");
   run_backward(given, p, statistics, grad_logits, stride);
 }
 
@@ -486,6 +544,12 @@ void register_loss_ops(const Ops& ops) {
          TORCH_BOX(&cross_entropy_bwd));
   ops.op("cross_entropy_bwd_(Tensor(a!) logits, Tensor grad_out, " + gradient_arguments + ") -> ()",
          TORCH_BOX(&cross_entropy_bwd_));
+  ops.op(
+      "cross_entropy_fwd_bwd_(Tensor(a!) grad_logits, Tensor(b!) losses, Tensor(c!) statistics, "
+      "Tensor logits, Tensor targets, Tensor? token_weights, Tensor grad_loss, Tensor? count, "
+      "int ignore_index, float label_smoothing, float lse_square_scale, float? logit_softcap) "
+      "-> ()",
+      TORCH_BOX(&cross_entropy_fwd_bwd_));
   ops.forward("log_probs",
               "Tensor logits, Tensor targets, float temperature, float? logit_softcap, int "
               "ignore_index, bool return_entropy",
