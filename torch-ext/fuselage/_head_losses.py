@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Optional
+
 import torch
 
 from ._fake import floats_of_rows
@@ -10,6 +12,7 @@ from ._ops import ops
 from .loss import number_of_reduction
 
 _cross_entropy_fwd = ops.cross_entropy_fwd.default
+_cross_entropy_fwd_bwd = ops.cross_entropy_fwd_bwd_.default
 _loss_columns_bwd = ops.loss_columns_bwd_.default
 
 MEAN = number_of_reduction("mean")
@@ -24,14 +27,10 @@ class Losses:
         self.losses = None  # of rows; before there are any, or where all came together
 
     def add(self, logits: torch.Tensor, rows: slice) -> None:
-        hidden, (targets, token_weights) = self.head[0], self.of_rows
-        is_all = rows == slice(0, hidden.shape[0])
-        if self.losses is None and not is_all:
-            self.losses, self.statistics = floats_of_rows(hidden), floats_of_rows(hidden, 2)
-            self.count = self.losses.new_empty((0,))
-            if self.reduction != NO_REDUCTION:
-                counted = targets != self.ignore_index
-                self.count = counted.sum(dtype=torch.float32).view(1)
+        targets, token_weights = self.of_rows
+        is_all = rows == slice(0, self.head[0].shape[0])
+        if not is_all:
+            self._keep_of_rows()
         found = _cross_entropy_fwd(
             *(logits, some(targets, rows), some(token_weights, rows)),
             *(self.reduction if is_all else NO_REDUCTION, self.ignore_index),
@@ -42,6 +41,28 @@ class Losses:
         else:
             self.losses[rows], self.statistics[rows], _ = found
 
+    def add_with_gradient(self, grads, logits, rows: slice) -> None:
+        """As `gradients_by_rows` wants it."""
+        targets, token_weights = self.of_rows
+        self._keep_of_rows()
+        _cross_entropy_fwd_bwd(
+            *(grads, some(self.losses, rows), some(self.statistics, rows), logits),
+            *(some(targets, rows), some(token_weights, rows), self.one, self._divisor()),
+            *(self.ignore_index, *self.options),
+        )
+
+    def _keep_of_rows(self) -> None:
+        if self.losses is not None:
+            return
+        hidden, targets = self.head[0], self.of_rows[0]
+        self.losses, self.statistics = floats_of_rows(hidden), floats_of_rows(hidden, 2)
+        self.one, self.count = self.losses.new_ones(()), self.losses.new_empty((0,))
+        if self.reduction != NO_REDUCTION:
+            self.count = (targets != self.ignore_index).sum(dtype=torch.float32).view(1)
+
+    def _divisor(self) -> Optional[torch.Tensor]:
+        return self.count if self.reduction == MEAN else None
+
     def reduced(self) -> torch.Tensor:
         if self.losses is None:
             return self.loss
@@ -51,12 +72,10 @@ class Losses:
         return (loss / self.count[0] if self.reduction == MEAN else loss).float()
 
     def differentiate(self, grads, logits, rows: slice, first_column: int) -> None:
-        """As `gradients_by_rows` wants it, of rows that were added."""
-        (hidden, weight), (targets, token_weights) = self.head, self.of_rows
-        one = hidden.new_ones((), dtype=torch.float32)
-        divisor = self.count if self.reduction == MEAN else None
+        """Likewise, of rows that were added."""
+        targets, token_weights = self.of_rows
         gradient_of_cross_entropy(
-            *(weight, targets, self.statistics, one, token_weights, divisor),
+            *(self.head[1], targets, self.statistics, self.one, token_weights, self._divisor()),
             *(*self.options, self.ignore_index),
         )(grads, logits, rows, first_column)
 

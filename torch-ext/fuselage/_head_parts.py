@@ -158,11 +158,18 @@ def plan(hidden, weight, needs, max_workspace: int) -> Plan:
 
 
 def gradients_by_rows(
-    hidden, weight, bias, needs, max_workspace, loss_of: Callable, differentiate: Differentiate
+    hidden,
+    weight,
+    bias,
+    needs,
+    max_workspace,
+    differentiate: Callable,
+    differentiate_again: Differentiate,
 ):
     """The gradients of hidden, weight and bias; empty where they are not needed.
 
-    `loss_of(logits, rows)` sees all logits. The gradients of hidden and bias are float32.
+    `differentiate(grads, logits, rows)` sees all logits, a row once, and `differentiate_again` some
+    columns of rows that it has seen. The gradients of hidden and bias are float32.
 
     The gradient of hidden is complete with the rows, that of the weight where the gradients of some
     columns of all rows are together. Until then they stay in the workspace, or lodge in the memory
@@ -184,9 +191,8 @@ def gradients_by_rows(
         grads = kept[: group.stop - group.start]
         for part in parts(group.start, group.stop, tile):
             logits = head_logits(some(hidden, part), weight, bias)
-            loss_of(logits, part)
             within = slice(part.start - group.start, part.stop - group.start)
-            differentiate(some(grads, within), logits, part, 0)
+            differentiate(some(grads, within), logits, part)
             del logits  # before there are the next
         if needs_hidden:
             _add_product(some(grad_hidden, group), grads, weight, is_first=True)
@@ -206,7 +212,7 @@ def gradients_by_rows(
             if again > 0:
                 others = slice(0, again)
                 logits = logits_again(hidden[others], weight[part], some(bias, part))
-                differentiate(grads[others], logits, others, part.start)
+                differentiate_again(grads[others], logits, others, part.start)
                 del logits  # before there is a product
             torch.mm(grads.t(), hidden, out=grad_weight[part])
             del grads  # before there are the next

@@ -352,7 +352,8 @@ def _forward_of_loss(hidden, weight, bias, targets, token_weights, reduction, *o
     needs = needs_1, needs_2, needs_3
     if _are_made_in_forward(hidden, reduction) and any(needs):
         grads = gradients_by_rows(
-            *(hidden, weight, bias, needs, max_workspace, losses.add, losses.differentiate)
+            *(hidden, weight, bias, needs, max_workspace),
+            *(losses.add_with_gradient, losses.differentiate),
         )
     else:
         for part in parts_of_rows(hidden, weight, max_workspace):
