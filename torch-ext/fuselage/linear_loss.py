@@ -395,7 +395,7 @@ def _forward_of_log_probs(hidden, weight, bias, targets, *options):
     *options, has_entropy, max_workspace = options
     _check("linear_log_probs", hidden, max_workspace, targets=targets)
     parts = parts_of_rows(hidden, weight, max_workspace)
-    of_logits = has_entropy or not ops.makes_strip_sums.default(hidden, weight)
+    of_logits = has_entropy or not _makes_strip_sums(hidden, weight, bias, targets)
     if len(parts) > 1:
         results = _empty_log_probs(hidden, has_entropy)
     for part in parts:
@@ -407,6 +407,14 @@ def _forward_of_log_probs(hidden, weight, bias, targets, *options):
             if result.shape[0] > 0:
                 result[part] = value
     return results
+
+
+def _makes_strip_sums(hidden, weight, *others) -> bool:
+    # NOTE: tensors of other devices are refused by name where there are logits.
+    others = (t for t in (weight, *others) if t is not None)
+    if not hidden.is_cuda or any(t.device != hidden.device for t in others):
+        return False
+    return ops.makes_strip_sums.default(hidden, weight)
 
 
 def _of_logits(hidden, weight, bias, targets, *options):
