@@ -132,6 +132,11 @@ __device__ __forceinline__ RowPart part_of_row(const RowWeightsPolicy& policy, i
                                                                     : policy.part)};
 }
 
+// Those of a row's part, of the row's strips.
+__device__ __forceinline__ MemoryStrips memory_strips(const StripSum* row, const RowPart& part) {
+  return {row + part.first / kStrip, (part.size + kStrip - 1) / kStrip};
+}
+
 // Strips that are kept between the two times that they are looked at.
 template <typename Source>
 struct KeptStrips {

@@ -38,10 +38,15 @@ __device__ __forceinline__ void write_nothing(const LogProbsForward& p, int64_t 
   if (p.statistics != nullptr) p.statistics[row] = {0.0f, 0.0f};
 }
 
-// body(rank, row) for a row that counts.
-template <typename Body>
-__device__ __forceinline__ void for_own_row(const LogProbsForward& p,
-                                            const RowWeightsPolicy& policy, Body body) {
+// NaN, infinity and a row of -inf have no weights.
+__device__ __forceinline__ bool is_finite(float max) { return max - max == 0.0f; }
+
+// A row, by the threads of its cluster. source_of(row, part): the strips of the block's part.
+template <typename SourceOf>
+__device__ __forceinline__ void find_log_prob(const LogProbsForward& p,
+                                              const RowWeightsPolicy& policy, void* kept,
+                                              SourceOf source_of) {
+  __shared__ SharedWeights shared;
   const auto [rank, row] = weighed_row(policy);
   // NOTE: all threads of a cluster, or of a warp.
   if (row >= p.in.rows) return;
@@ -50,23 +55,20 @@ __device__ __forceinline__ void for_own_row(const LogProbsForward& p,
     if (is_first) write_nothing(p, row);
     return;
   }
-  const RowWeights weights = body(rank, row);
+  const auto strips = source_of(row, part_of_row(policy, rank, p.in.vocab));
+  const RowWeights weights =
+      weigh_row(shared, strips, kept, policy, p.in.vocab, p.inv_temperature, is_finite);
   if (is_first) write_row(p, row, weights.max, weights.sums);
 }
-
-// NaN, infinity and a row of -inf have no weights.
-__device__ __forceinline__ bool is_finite(float max) { return max - max == 0.0f; }
 
 template <typename T, bool kAligned, bool kEntropy>
 __global__ void __launch_bounds__(kWeightThreads, kWeightBlocks)
     log_probs_kernel(const LogProbsForward p, const RowWeightsPolicy policy) {
   extern __shared__ __align__(16) char kept[];
-  __shared__ SharedWeights shared;
-  for_own_row(p, policy, [&](int rank, int64_t row) {
-    const auto [first, size] = part_of_row(policy, rank, p.in.vocab);
-    const LogitStrips<T, kAligned, kEntropy> strips{row_of<T>(p.in, row) + first, size, p.in.dtype,
-                                                    p.in.softcap, strip_scale(p.inv_temperature)};
-    return weigh_row(shared, strips, kept, policy, p.in.vocab, p.inv_temperature, is_finite);
+  find_log_prob(p, policy, kept, [&](int64_t row, const RowPart& part) {
+    return LogitStrips<T, kAligned, kEntropy>{row_of<T>(p.in, row) + part.first, part.size,
+                                              p.in.dtype, p.in.softcap,
+                                              strip_scale(p.inv_temperature)};
   });
 }
 
@@ -74,12 +76,8 @@ __global__ void __launch_bounds__(kWeightThreads, kWeightBlocks)
 __global__ void __launch_bounds__(kWeightThreads, kWeightBlocks)
     strips_kernel(const LogProbsForward p, const RowWeightsPolicy policy) {
   extern __shared__ __align__(16) char kept[];
-  __shared__ SharedWeights shared;
-  for_own_row(p, policy, [&](int rank, int64_t row) {
-    const auto [first, size] = part_of_row(policy, rank, p.in.vocab);
-    const StripSum* data = p.strips + row * p.in.stride;
-    return weigh_row(shared, MemoryStrips{data + first / kStrip, (size + kStrip - 1) / kStrip},
-                     kept, policy, p.in.vocab, p.inv_temperature, is_finite);
+  find_log_prob(p, policy, kept, [&](int64_t row, const RowPart& part) {
+    return memory_strips(p.strips + row * p.in.stride, part);
   });
 }
 

@@ -360,6 +360,13 @@ const char* for_each_launch(const LmHead& head, HeadDraw p, uint4* hidden_tiles,
   return nullptr;
 }
 
+const char* launch_without_draws(const LmHead& head, const HeadDraw& p, void* workspace, int device,
+                                 void* stream) {
+  return for_each_launch(head, p, static_cast<uint4*>(workspace), device,
+                         static_cast<gpuStream>(stream),
+                         [](const HeadDraw&, int, int) -> const char* { return nullptr; });
+}
+
 // The columns of the largest launch.
 int largest_columns(const LmHead& head, int num_samples) {
   return columns_of(std::min<int64_t>(head.batch, max_columns(num_samples)), is_float8(head));
@@ -435,9 +442,7 @@ const char* lm_head_sums_sm90(const LmHead& p, const HeadSums& out, void* worksp
                               void* stream) {
   HeadDraw draw{};
   draw.sums = out;
-  return for_each_launch(p, draw, static_cast<uint4*>(workspace), device,
-                         static_cast<gpuStream>(stream),
-                         [](const HeadDraw&, int, int) -> const char* { return nullptr; });
+  return launch_without_draws(p, draw, workspace, device, stream);
 }
 
 int64_t lm_head_logits_sm90_workspace(const LmHead& p) {
@@ -448,9 +453,7 @@ const char* lm_head_logits_sm90(const LmHead& p, const HeadLogits& out, void* wo
                                 void* stream) {
   HeadDraw draw{};
   draw.out = out;
-  return for_each_launch(p, draw, static_cast<uint4*>(workspace), device,
-                         static_cast<gpuStream>(stream),
-                         [](const HeadDraw&, int, int) -> const char* { return nullptr; });
+  return launch_without_draws(p, draw, workspace, device, stream);
 }
 
 }  // namespace gpu

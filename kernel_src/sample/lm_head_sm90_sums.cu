@@ -40,9 +40,8 @@ __global__ void __launch_bounds__(kWeightThreads, kWeightBlocks)
   // NOTE: all threads of a cluster, or of a warp.
   if (row >= p.draws.batch) return;
   grid_dependency_wait();
-  const auto [first, size] = part_of_row(policy, rank, p.draws.vocab);
-  const MemoryStrips strips{p.strips + row * p.strips_stride + first / kStrip,
-                            (size + kStrip - 1) / kStrip};
+  const MemoryStrips strips =
+      memory_strips(p.strips + row * p.strips_stride, part_of_row(policy, rank, p.draws.vocab));
   const RowTemperature temperature = row_temperature(p.draws, row);
   const bool is_greedy = temperature.greedy;
   const RowWeights weights =
