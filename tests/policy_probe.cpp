@@ -771,7 +771,7 @@ void loss(const DeviceInfo& device, Report& report) {
       }
 
       for (const int each : {1, kStripsInFlight}) {
-        const RowWeightsPolicy strips = row_weights_policy(device, rows, vocab, each, offset == 0);
+        const RowWeightsPolicy strips = row_weights_policy(device, rows, vocab, each, offset != 0);
         expect_legal(
             report, device,
             {ceil_div(rows, strips.rows_per_block) * strips.cluster, 1, strips.threads,

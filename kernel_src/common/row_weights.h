@@ -43,16 +43,24 @@ struct LogitStrips {
     const int step = static_cast<int>(blockDim.x) * kStrip;
     return (size + step - 1) / step;
   }
-  __device__ __forceinline__ void load(int step, RowStrip (&strips)[kEach]) const {
+  struct Loading {
+    RowLoading<T, kVectors, kAligned> vectors;
+  };
+  // Past the last step, of nothing.
+  __device__ __forceinline__ void start(int step, Loading& loading) const {
     const Columns columns;
     const int column = columns.first + step * columns.step;
-    RowLoading<T, kVectors, kAligned> loading;
-    loading.start(data + column, size - column);
+    loading.vectors.start(data + column, size - column);
+  }
+  __device__ __forceinline__ void finish(int step, const Loading& loading,
+                                         RowStrip (&strips)[kEach]) const {
+    const Columns columns;
+    const int left = size - columns.first - step * columns.step;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       float values[N];
-      unpack(loading.finish(j), dtype, values);
-      finish_logits(values, size - column - j * kWarpSize * N, softcap, minus_infinity());
+      unpack(loading.vectors.finish(j), dtype, values);
+      finish_logits(values, left - j * kWarpSize * N, softcap, minus_infinity());
       const RowStrip strip = strip_of(values);
       if (threadIdx.x % kVectors == j) strips[0] = strip;
     }
@@ -65,10 +73,11 @@ struct LogitStrips {
 #pragma unroll
     for (int mask = 1; mask < kVectors; mask *= 2)
       strip.max = max_or_nan(strip.max, shuffle_xor(strip.max, mask, kWarpSize));
+    constexpr float kUnits = 0.69314718f * (1 << kStripBits);  // and natural logarithms
     float products = 0.0f;
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      const StripWeight weight(values[k], strip.max, scale);
+      const StripWeight<kWantsMean> weight(values[k], strip.max, scale);
       strip.weights += weight.units();
       if (kWantsMean) products = __builtin_fmaf(weight.value, weight.power, products);
     }
@@ -76,7 +85,7 @@ struct LogitStrips {
     for (int mask = 1; mask < kVectors; mask *= 2)
       strip.weights += shuffle_xor(strip.weights, mask, kWarpSize);
     if (kWantsMean)
-      strip.mean = 0.69314718f * warp_sum(products, kVectors) / static_cast<float>(strip.weights);
+      strip.mean = kUnits * warp_sum(products, kVectors) / static_cast<float>(strip.weights);
     return strip;
   }
 };
@@ -92,16 +101,29 @@ struct MemoryStrips {
     const int step = static_cast<int>(blockDim.x) * kEach;
     return (size + step - 1) / step;
   }
-  __device__ __forceinline__ void load(int step, RowStrip (&strips)[kEach]) const {
-    const int threads = static_cast<int>(blockDim.x);
+  struct Loading {
+    uint4 pairs[kEach / 2];
+  };
+  __device__ __forceinline__ void start(int step, Loading& loading) const {
 #pragma unroll
     for (int i = 0; i < kEach; i += 2) {
-      const int at = (step * kEach + i) * threads + 2 * static_cast<int>(threadIdx.x);
-      uint4 two{};
-      if (at < size) two = *reinterpret_cast<const uint4*>(data + at);
+      loading.pairs[i / 2] = {};
+      const int at = index(step, i);
+      if (at < size) loading.pairs[i / 2] = *reinterpret_cast<const uint4*>(data + at);
+    }
+  }
+  __device__ __forceinline__ void finish(int step, const Loading& loading,
+                                         RowStrip (&strips)[kEach]) const {
+#pragma unroll
+    for (int i = 0; i < kEach; i += 2) {
+      const int at = index(step, i);
+      const uint4& two = loading.pairs[i / 2];
       strips[i] = {at < size ? __uint_as_float(two.x) : minus_infinity(), two.y, 0.0f};
       strips[i + 1] = {at + 1 < size ? __uint_as_float(two.z) : minus_infinity(), two.w, 0.0f};
     }
+  }
+  __device__ __forceinline__ int index(int step, int i) const {
+    return (step * kEach + i) * static_cast<int>(blockDim.x) + 2 * static_cast<int>(threadIdx.x);
   }
 };
 
@@ -142,34 +164,40 @@ template <typename Source>
 struct KeptStrips {
   static constexpr int kEach = Source::kEach;
   Source source;
-  uint32_t* memory;  // [3, kept * kEach, threads]
+  StripSum* memory;  // [kept * kEach, threads], and then the means
   int kept;          // steps
 
   // body(strip) of all strips. kFirst: they come from the source, and what there is room for is
   // kept.
   template <bool kFirst, typename Body>
   __device__ __forceinline__ void for_each(Body body) const {
-    const int threads = static_cast<int>(blockDim.x * blockDim.y), array = kept * kEach * threads;
-    uint32_t* own = memory + threadIdx.y * blockDim.x + threadIdx.x;
+    const int threads = static_cast<int>(blockDim.x * blockDim.y);
+    const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
+    StripSum* own = memory + thread;
+    float* own_mean = reinterpret_cast<float*>(memory + kept * kEach * threads) + thread;
     const int steps = source.steps();
+    typename Source::Loading next;
+    if (kFirst) source.start(0, next);
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step, own += kEach * threads) {
+    for (int step = 0; step < steps; ++step, own += kEach * threads, own_mean += kEach * threads) {
       RowStrip strips[kEach];
       const bool is_kept = step < kept;
       if (kFirst || !is_kept) {
-        source.load(step, strips);
+        if (!kFirst) source.start(step, next);
+        const typename Source::Loading loading = next;
+        if (kFirst) source.start(step + 1, next);  // while this one is weighed
+        source.finish(step, loading, strips);
 #pragma unroll
         for (int i = 0; i < kEach && kFirst; ++i) {
           if (!is_kept) break;
-          own[i * threads] = __float_as_uint(strips[i].max);
-          own[i * threads + array] = strips[i].weights;
-          own[i * threads + 2 * array] = __float_as_uint(strips[i].mean);
+          own[i * threads] = {strips[i].max, strips[i].weights};
+          if (Source::kHasMean) own_mean[i * threads] = strips[i].mean;
         }
       } else {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-          strips[i] = {__uint_as_float(own[i * threads]), own[i * threads + array],
-                       __uint_as_float(own[i * threads + 2 * array])};
+          const StripSum strip = own[i * threads];
+          strips[i] = {strip.max, strip.weights, Source::kHasMean ? own_mean[i * threads] : 0.0f};
         }
       }
 #pragma unroll
@@ -185,10 +213,10 @@ struct SharedWeights {
   float of_warps[kWarps];
   unsigned long long weights_of_warps[kWarps];
   float products_of_warps[kWarps];
-  // This block's, read by the others.
-  float max;
-  unsigned long long weights;
-  float products;
+  float max;  // this block's, read by the others
+  // In the first block, those of all, which write them.
+  unsigned long long weights_of_blocks[kMaxCluster];
+  float products_of_blocks[kMaxCluster];
 };
 static_assert(sizeof(SharedWeights) <= kWeightFixedBytes, "the policy reserves as much");
 
@@ -239,21 +267,20 @@ __device__ __forceinline__ WeightSums share_sums(SharedWeights& shared, int clus
     sums = {};
     if (lane < warps) sums = {shared.weights_of_warps[lane], shared.products_of_warps[lane]};
     sums = warp_sums(sums);
-    if (lane == 0) {
-      shared.weights = sums.weights;
-      shared.products = sums.products;
-    }
   }
   if (cluster == 1) return sums;
+  // NOTE: all blocks have started, as they share their maximum first.
+  const int rank = cluster_rank();
+  if (threadIdx.x == 0) {
+    *map_shared_rank(&shared.weights_of_blocks[rank], 0) = sums.weights;
+    *map_shared_rank(&shared.products_of_blocks[rank], 0) = sums.products;
+  }
   cluster_sync();
-  if (threadIdx.x < kWarpSize && cluster_rank() == 0) {
+  if (threadIdx.x < kWarpSize && rank == 0) {
     sums = {};
-    if (lane < cluster) {
-      sums = {*map_shared_rank(&shared.weights, lane), *map_shared_rank(&shared.products, lane)};
-    }
+    if (lane < cluster) sums = {shared.weights_of_blocks[lane], shared.products_of_blocks[lane]};
     sums = warp_sums(sums);
   }
-  cluster_sync();  // NOTE: a block whose memory is read must not end.
   return sums;
 }
 
@@ -271,7 +298,7 @@ __device__ __forceinline__ RowWeights weigh_row(SharedWeights& shared, const Sou
                                                 void* memory, const RowWeightsPolicy& policy,
                                                 int64_t vocab, float inv_temperature,
                                                 IsWeighed is_weighed) {
-  const KeptStrips<Source> strips{source, static_cast<uint32_t*>(memory), policy.kept};
+  const KeptStrips<Source> strips{source, static_cast<StripSum*>(memory), policy.kept};
   RowWeights row{minus_infinity(), {0, 0.0f}};
   strips.template for_each<true>(
       [&](const RowStrip& strip) { row.max = max_or_nan(row.max, strip.max); });

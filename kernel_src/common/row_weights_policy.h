@@ -10,9 +10,9 @@
 namespace fuselage {
 
 // A row is read once, by strips of kStrip logits; the blocks of a cluster have a part of it each. A
-// thread has some strips at a time, and keeps of each the maximum, the sum of the weights and their
-// mean distance (common/row_weights.h) in shared memory, as long as there is room for it. The
-// others are made again.
+// thread has some strips at a time, and keeps of each the maximum, the sum of the weights and, if
+// wanted, their mean distance (common/row_weights.h) in shared memory, as long as there is room for
+// it. The others are made again.
 constexpr int kWeightThreads = 512;          // of a block, at most
 constexpr int kWeightWanted = 40000;         // logits of a row for one block
 constexpr int kWeightWantedOfFew = 16384;    // where rows are few
@@ -20,7 +20,6 @@ constexpr int kStripsWanted = 1 << 20;       // the same, where strips are in me
 constexpr int kWeightFixedBytes = 4 * 1024;  // of a block, besides what it keeps
 constexpr int kWeightBlocks = 2;             // of kWeightThreads, on an SM
 constexpr int kWeightNarrowRows = 4;         // of a block where a warp has a row
-constexpr int kKeptBytes = 12;               // of a strip
 constexpr int kStripsInFlight = 8;           // of a thread, where strips are in memory
 
 struct RowWeightsPolicy {
@@ -31,20 +30,20 @@ struct RowWeightsPolicy {
   int shared_bytes;
 };
 
-// `each`: strips of a thread at a time, 1 where they are made of logits. `any_order`: the layout
-// may depend on the rows, as no float is added up.
+// `each`: strips of a thread at a time, 1 where they are made of logits. With means, floats are
+// added up: the layout must not depend on the rows.
 inline RowWeightsPolicy row_weights_policy(const DeviceInfo& device, int64_t rows, int64_t vocab,
-                                           int each, bool any_order) {
+                                           int each, bool has_means) {
   RowWeightsPolicy policy{};
   // Blocks of a cluster wait for each other, and one that computes loads nothing: many rows take
   // small clusters of small blocks, few rows large ones.
   const int64_t count = std::max<int64_t>(vocab, 1);
   const int large = cluster_for(device, count, kWeightWantedOfFew);
-  const bool is_few = any_order && rows * large <= kWeightBlocks * device.multiprocessors;
+  const bool is_few = !has_means && rows * large <= kWeightBlocks * device.multiprocessors;
   const int wanted = each > 1 ? kStripsWanted : kWeightWanted;
   policy.cluster = is_few ? large : cluster_for(device, count, wanted);
   // Of rows between these, as many blocks as run at once.
-  while (any_order && 2 * policy.cluster <= large &&
+  while (!has_means && 2 * policy.cluster <= large &&
          rows * policy.cluster <= kWeightBlocks * device.multiprocessors) {
     policy.cluster *= 2;
   }
@@ -56,7 +55,8 @@ inline RowWeightsPolicy row_weights_policy(const DeviceInfo& device, int64_t row
   policy.threads =
       std::clamp(threads_for(std::min<int64_t>(strips, 1 << 16), each), kWarpSize, most_threads);
   policy.rows_per_block = policy.threads == kWarpSize ? kWeightNarrowRows : 1;
-  const int step_bytes = policy.threads * policy.rows_per_block * each * kKeptBytes;
+  const int strip_bytes = static_cast<int>(sizeof(StripSum) + (has_means ? sizeof(float) : 0));
+  const int step_bytes = policy.threads * policy.rows_per_block * each * strip_bytes;
   const int room = device.max_shared_memory / blocks - kWeightFixedBytes;
   const int64_t steps = ceil_div(strips, int64_t{policy.threads} * each);
   policy.kept = static_cast<int>(std::min<int64_t>(steps, std::max(room, 0) / step_bytes));

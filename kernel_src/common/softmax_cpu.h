@@ -75,6 +75,21 @@ struct CpuFloats {
 
 // ---- strips ----
 
+// 2^power, for kZeroInStrip <= power <= 0.
+FUSELAGE_INLINE Floats exp2_in_strip(Floats power) {
+  // Adding 1.5 * 2^23 rounds to an integer. The low bits of the sum become the exponent.
+  constexpr float kMagic = 12582912.0f;
+  const Floats biased = power + kMagic;
+  const Floats f = power - (biased - kMagic);
+  // The polynomial, of 2^f for |f| <= 1/2, has a relative error of 9.1e-8.
+  Floats p = CpuVectors::fma(f, 0.0013264727f, 0.0096715130f);
+  p = CpuVectors::fma(p, f, 0.055507336f);
+  p = CpuVectors::fma(p, f, 0.24022242f);
+  p = CpuVectors::fma(p, f, 0.69314700f);
+  p = CpuVectors::fma(p, f, 1.0f);
+  return (Floats)((Words)p + ((Words)biased << 23));
+}
+
 // The sum of the weights of kStrip logits beside their maximum, which is no NaN. `products`, unless
 // null: of weight * distance.
 FUSELAGE_INLINE StripSum strip_sum(const float* logits, float inv_temperature, double* products) {
@@ -89,16 +104,17 @@ FUSELAGE_INLINE StripSum strip_sum(const float* logits, float inv_temperature, d
 
   const Floats least = broadcast(kZeroInStrip);
   const float scale = strip_scale(inv_temperature);
+  constexpr double kUnits = 0.693147180559945 * (1 << kStripBits);  // and natural logarithms
   Words weights = {};
   for (int i = 0; i < kStrip; i += kLanes) {
     const Floats logit = load(logits + i, AllLanes{});
     const Floats exact = (logit - max) * scale;
     const Floats power = exact > least ? exact : least;  // of NaN, too
-    const Floats weight = weight_in_strip<CpuVectors>(power);
-    weights += (Words) __builtin_convertvector(weight, Integers);
+    const Floats weight = exp2_in_strip(power);
+    weights += units_in_strip<CpuVectors>(weight);
     if (max == __builtin_inff()) weights -= (Words)(logit == max) << kStripBits;
     for (int k = 0; products != nullptr && k < kLanes; ++k)
-      *products += static_cast<double>(weight[k]) * power[k] * 0.693147180559945;
+      *products += static_cast<double>(weight[k]) * power[k] * kUnits;
   }
   FourWords sums[kLanes / 4];
   __builtin_memcpy(sums, &weights, sizeof(sums));

@@ -1,7 +1,8 @@
 // Logarithms, exponentials and the weights of a distribution, written once for the GPU and the CPU:
-// same inputs, same bits. They are polynomials made of single float32 operations. Nowhere is the
-// sum of a product and something else left to the compiler, which on some targets would round it
-// once and on others twice: what is to be rounded once is an fma.
+// same inputs, same bits. They are polynomials made of single float32 operations, but for weights
+// within strips: a GPU's powers of two are the hardware's. Nowhere is the sum of a product and
+// something else left to the compiler, which on some targets would round it once and on others
+// twice: what is to be rounded once is an fma.
 //
 // `Math` says what they are computed with: Floats, Words and Integers, which are one float,
 // uint32_t and int32_t, or vectors of as many, and
@@ -112,9 +113,10 @@ FUSELAGE_SHARED uint64_t weight_of(float distance, int shift = 0) {
 
 // For log-probabilities a row's weights are added up by strips, each beside its own maximum. So the
 // row is read once, or the head that makes it keeps no more than a maximum and a sum of each strip.
-// A weight within its strip is counted in units of 2^-27 of the strip's largest, rounded down. A
-// strip whose maximum is infinite has the weight of as many logits as are.
-constexpr int kStripBits = 27;
+// A weight within its strip is a power of two, by the hardware or a polynomial, and is counted in
+// units of 2^-23 of the strip's largest. A strip whose maximum is infinite has the weight of as
+// many logits as are.
+constexpr int kStripBits = 23;
 constexpr float kZeroInStrip = -40.0f;  // powers of two from this one down have no weight
 
 // By which distances within a strip become powers of two.
@@ -122,20 +124,10 @@ FUSELAGE_SHARED float strip_scale(float inv_temperature) {
   return inv_temperature * 1.4426950408889634f;
 }
 
-// 2^power in these units, for kZeroInStrip <= power <= 0, yet to be rounded.
+// A weight of at most 1 in these units: the low bits of a float32 in [1, 2].
 template <class Math, class Floats = typename Math::Floats>
-FUSELAGE_SHARED Floats weight_in_strip(Floats power) {
-  // Adding 1.5 * 2^23 rounds to an integer. The low bits of the sum become the exponent.
-  constexpr float kMagic = 12582912.0f + kStripBits;
-  const Floats biased = power + kMagic;
-  const Floats f = power - (biased - kMagic);
-  // The polynomial, of 2^f for |f| <= 1/2, has a relative error of 9.1e-8.
-  Floats p = Math::fma(f, 0.0013264727f, 0.0096715130f);
-  p = Math::fma(p, f, 0.055507336f);
-  p = Math::fma(p, f, 0.24022242f);
-  p = Math::fma(p, f, 0.69314700f);
-  p = Math::fma(p, f, 1.0f);
-  return Math::float_of(Math::word_of(p) + (Math::word_of(biased) << 23));
+FUSELAGE_SHARED typename Math::Words units_in_strip(Floats weight) {
+  return Math::word_of(weight + 1.0f) - 0x3f800000u;
 }
 
 // The weight of a strip, of which `sum` is that of its weights, in the units of weight_of.
@@ -145,7 +137,7 @@ FUSELAGE_SHARED uint64_t weight_of_strip(uint32_t sum, float distance, int shift
   constexpr float kZero = -31.5f;  // a strip of equal logits has 16 times the weight of one
   if (!(distance > kZero)) return 0;
   const auto e = split_exp<Math>(distance);
-  // In units of 2^(exponent - 51) of the row's largest weight.
+  // In units of 2^(exponent - 47) of the row's largest weight.
   const uint64_t weight = uint64_t{sum} * static_cast<uint32_t>(e.factor * 16777216.0f);
   const int down = kStripBits + 24 - kWeightBits + shift - static_cast<int>(e.exponent);
   return (weight + (uint64_t{1} << (down - 1))) >> down;

@@ -9,7 +9,7 @@ namespace fuselage {
 constexpr int kStrip = 16;
 
 // What a head leaves of a strip.
-struct StripSum {
+struct alignas(8) StripSum {
   float max;         // of its logits
   uint32_t weights;  // the sum of those beside `max`
 };

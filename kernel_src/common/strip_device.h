@@ -7,14 +7,18 @@
 
 namespace fuselage {
 
-// weight_in_strip of a logit; none of NaN and -inf. `scale`: strip_scale.
+// The weight of a logit within its strip. `scale`: strip_scale. kNanIsNone: NaN has no weight, nor
+// have logits of a strip without any number. Otherwise neither may be counted.
+template <bool kNanIsNone>
 struct StripWeight {
   float power, value;
 
   __device__ __forceinline__ StripWeight(float logit, float max, float scale)
-      : power(fmaxf(rounded_product(logit - max, scale), kZeroInStrip)),
-        value(weight_in_strip<GpuFloats>(power)) {}
-  __device__ __forceinline__ uint32_t units() const { return static_cast<uint32_t>(value); }
+      : power(power_of(rounded_product(logit - max, scale))), value(exp2_approximate(power)) {}
+  static __device__ __forceinline__ float power_of(float exact) {
+    return kNanIsNone ? fmaxf(exact, kZeroInStrip) : exact;
+  }
+  __device__ __forceinline__ uint32_t units() const { return units_in_strip<GpuFloats>(value); }
 };
 
 // Of a logit whose strip has a maximum of infinity.

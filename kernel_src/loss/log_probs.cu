@@ -85,7 +85,7 @@ template <typename Kernel>
 gpuError launch_rows(Kernel kernel, const LogProbsForward& p, int each, const DeviceInfo& device,
                      gpuStream stream) {
   const RowWeightsPolicy policy =
-      row_weights_policy(device, p.in.rows, p.in.vocab, each, p.entropy == nullptr);
+      row_weights_policy(device, p.in.rows, p.in.vocab, each, p.entropy != nullptr);
   const int64_t blocks = ceil_div(p.in.rows, policy.rows_per_block) * policy.cluster;
   if (blocks > kMaxLossBlocks) return gpuErrorInvalidValue;
   const dim3 grid(static_cast<unsigned>(blocks));

@@ -58,7 +58,7 @@ const char* lm_head_draw_sums_sm90(const LmHeadSample& p, int device, void* stre
   DrawSums sums{p.draws, p.results, p.logits, p.logits_stride, p.strips.sums, p.strips.stride};
   sums.results.scores = nullptr;  // they are there
   const RowWeightsPolicy policy = row_weights_policy(device_info(device), p.draws.batch,
-                                                     p.draws.vocab, MemoryStrips::kEach, true);
+                                                     p.draws.vocab, MemoryStrips::kEach, false);
   const dim3 grid(
       static_cast<unsigned>(ceil_div(p.draws.batch, policy.rows_per_block) * policy.cluster));
   const dim3 block(policy.threads, policy.rows_per_block);

@@ -23,10 +23,10 @@ __device__ __forceinline__ float2 scales_of(const Columns& columns, int column) 
 // batch have temperatures of their own. Otherwise all have `scale`. `maxima`: [columns], shared
 // memory of the warp.
 //
-// NOTE: a loop over kMostAtOnce fragments: of all one after the other there are more instructions
-// than are fetched in time. All maxima come first: there is nothing beside which a shuffle for few
-// fragments could be waited for, as the warps of a block add up at the same time. On an H100 the
-// sums of 256 columns take a fifth of the products' time; those of up to 64 hide behind memory.
+// NOTE: all maxima come first: there is nothing beside which a shuffle for few fragments could be
+// waited for, as the warps of a block add up at the same time. With soft caps, which are long, this
+// is a loop: more instructions are not fetched in time. On an H100 the sums of 256 columns take a
+// tenth of the products' time; those of up to 64 hide behind memory.
 template <int kMostAtOnce, bool kDraws, bool kPerRow, bool kCapped, int kLogits>
 struct StripSumsWriter {
   static_assert(kUnitRows == kStrip, "a warp has a strip of each column");
@@ -80,24 +80,20 @@ struct StripSumsWriter {
     if (kDraws && any_infinite) {
       each([](float logit, float most, float its) {
         return most == INFINITY ? units_of_infinite(logit, most)
-                                : StripWeight(logit, most, its).units();
+                                : StripWeight<kDraws>(logit, most, its).units();
       });
     } else {
-      each(
-          [](float logit, float most, float its) { return StripWeight(logit, most, its).units(); });
+      each([](float logit, float most, float its) {
+        return StripWeight<kDraws>(logit, most, its).units();
+      });
     }
   }
-  __device__ __forceinline__ void write(uint32_t (&weights)[kAtOnce][2], int number) const {
-    const OwnColumns<kAtOnce> own(lane);
+  // `to`: of the first of a lane's own columns, of which there are `left` in the batch.
+  __device__ __forceinline__ void write(uint32_t (&weights)[kAtOnce][2], float2 max, StripSum* to,
+                                        int left) const {
     reduce_columns(weights, lane, [](uint32_t a, uint32_t b) { return a + b; });
-    const int column = 8 * number + own.column, left = p.batch - first_column - column;
-    if (!own.is_first(lane)) return;
-    const float2 max = two_of(maxima + column);
-    const int64_t stride = p.sums.strips.stride;
-    StripSum* to = p.sums.strips.sums + (int64_t{p.batch_start} + first_column + column) * stride +
-                   row / kStrip;
     if (left > 0) to[0] = {max.x, weights[0][0]};
-    if (left > 1) to[stride] = {max.y, weights[0][1]};
+    if (left > 1) to[p.sums.strips.stride] = {max.y, weights[0][1]};
   }
 
   __device__ __forceinline__ void run(const float (&logits)[kLogits]) const {
@@ -111,7 +107,12 @@ struct StripSumsWriter {
       any_infinite = kDraws && __any_sync(0xffffffffu, any_infinite);
       __syncwarp();
     }
-    for_fragments<kAtOnce, true>(logits, [&](float(&fragments)[kAtOnce][4], int number) {
+    const OwnColumns<kAtOnce> own(lane);
+    int left = own.is_first(lane) ? p.batch - first_column - own.column : 0;
+    StripSum* to = p.sums.strips.sums +
+                   (int64_t{p.batch_start} + first_column + own.column) * p.sums.strips.stride +
+                   row / kStrip;
+    for_fragments<kAtOnce, kCapped>(logits, [&](float(&fragments)[kAtOnce][4], int number) {
       prepare(fragments);
       if constexpr (kCapped) {
         any_infinite = __any_sync(0xffffffffu, keep_maxima(fragments, number));
@@ -119,7 +120,9 @@ struct StripSumsWriter {
       }
       uint32_t weights[kAtOnce][2];
       add_up(fragments, number, any_infinite, weights);
-      write(weights, number);
+      write(weights, two_of(maxima + 8 * number + own.column), to, left);
+      to += 8 * kAtOnce * p.sums.strips.stride;
+      left -= 8 * kAtOnce;
     });
     __syncwarp();  // `maxima` is read
   }

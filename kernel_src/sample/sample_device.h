@@ -159,7 +159,7 @@ __device__ __forceinline__ unsigned long long weight_of_strip(const float (&logi
   const float to_powers = strip_scale(scale.inv_temperature);
   uint32_t weights = 0;
 #pragma unroll
-  for (int k = 0; k < N; ++k) weights += StripWeight(logits[k], max, to_powers).units();
+  for (int k = 0; k < N; ++k) weights += StripWeight<true>(logits[k], max, to_powers).units();
   if (max == -minus_infinity()) {
 #pragma unroll
     for (int k = 0; k < N; ++k) weights += units_of_infinite(logits[k], max);

@@ -151,8 +151,12 @@ def test_a_gpu_draws_what_a_cpu_draws(fuselage, device, dtype):
             on_gpu = fuselage.gumbel_sample(
                 logits.to(device), seed=5, return_logprobs=True, **options
             )
-            for a, b in zip(on_cpu, on_gpu, strict=True):
-                assert torch.equal(a, b.cpu()), options
+            assert torch.equal(on_cpu.tokens, on_gpu.tokens.cpu()), options
+            # Weights of a strip are powers of two of a GPU's hardware, whose relative error is
+            # 2^-22, and of a CPU's polynomial, 2^-23. Both are rounded to 2^-24 of the largest.
+            for name in ("logprobs", "filtered_logprobs"):
+                a, b = getattr(on_cpu, name), getattr(on_gpu, name)
+                torch.testing.assert_close(b.cpu(), a, rtol=2.0**-22, atol=2.0**-20)
 
 
 @pytest.mark.gpu
