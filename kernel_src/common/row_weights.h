@@ -27,10 +27,12 @@ struct RowStrip {
 
 // A row's or a block's part of one: `size` logits from `data` on, -inf past the end. A thread has
 // kVectors vectors at a time, which together with those of its neighbours are as many strips: one
-// becomes the thread's. NOTE: rows with an infinity are not weighed.
-template <typename T, bool kAligned, bool kWantsMean>
+// becomes the thread's. Of narrow rows it has one vector, and the lanes of a strip all get that.
+// NOTE: rows with an infinity are not weighed.
+template <typename T, bool kAligned, bool kWantsMean, bool kNarrow = false>
 struct LogitStrips {
-  static constexpr int kEach = 1, kVectors = kStrip * static_cast<int>(sizeof(T)) / 16;
+  static constexpr int kLanes = kStrip * static_cast<int>(sizeof(T)) / 16;  // of a strip
+  static constexpr int kEach = 1, kVectors = kNarrow ? 1 : kLanes;
   static constexpr bool kHasMean = kWantsMean;
   using Columns = LogitColumns<T, kVectors>;
   static constexpr int N = Columns::N;
@@ -65,13 +67,13 @@ struct LogitStrips {
       if (threadIdx.x % kVectors == j) strips[0] = strip;
     }
   }
-  // That of the vectors of kVectors neighbouring lanes, in all of them.
+  // That of the vectors of kLanes neighbouring lanes, in all of them.
   __device__ __forceinline__ RowStrip strip_of(const float (&values)[N]) const {
     RowStrip strip{values[0], 0, 0.0f};
 #pragma unroll
     for (int k = 1; k < N; ++k) strip.max = max_or_nan(strip.max, values[k]);
 #pragma unroll
-    for (int mask = 1; mask < kVectors; mask *= 2)
+    for (int mask = 1; mask < kLanes; mask *= 2)
       strip.max = max_or_nan(strip.max, shuffle_xor(strip.max, mask, kWarpSize));
     constexpr float kUnits = 0.69314718f * (1 << kStripBits);  // and natural logarithms
     float products = 0.0f;
@@ -82,10 +84,10 @@ struct LogitStrips {
       if (kWantsMean) products = __builtin_fmaf(weight.value, weight.power, products);
     }
 #pragma unroll
-    for (int mask = 1; mask < kVectors; mask *= 2)
+    for (int mask = 1; mask < kLanes; mask *= 2)
       strip.weights += shuffle_xor(strip.weights, mask, kWarpSize);
     if (kWantsMean)
-      strip.mean = kUnits * warp_sum(products, kVectors) / static_cast<float>(strip.weights);
+      strip.mean = kUnits * warp_sum(products, kLanes) / static_cast<float>(strip.weights);
     return strip;
   }
 };
@@ -220,10 +222,11 @@ struct SharedWeights {
 };
 static_assert(sizeof(SharedWeights) <= kWeightFixedBytes, "the policy reserves as much");
 
-__device__ __forceinline__ float warp_max_or_nan(float value) {
+// These two are over `width` neighbouring lanes, in every one of them.
+__device__ __forceinline__ float warp_max_or_nan(float value, int width = kWarpSize) {
 #pragma unroll
-  for (int mask = kWarpSize / 2; mask > 0; mask /= 2)
-    value = max_or_nan(value, shuffle_xor(value, mask, kWarpSize));
+  for (int mask = width / 2; mask > 0; mask /= 2)
+    value = max_or_nan(value, shuffle_xor(value, mask, width));
   return value;
 }
 
@@ -248,8 +251,8 @@ struct WeightSums {
   float products;
 };
 
-__device__ __forceinline__ WeightSums warp_sums(WeightSums sums) {
-  return {warp_sum_of(sums.weights), warp_sum(sums.products, kWarpSize)};
+__device__ __forceinline__ WeightSums warp_sums(WeightSums sums, int width = kWarpSize) {
+  return {warp_sum_of(sums.weights, width), warp_sum(sums.products, width)};
 }
 
 // In the first warp of the cluster.
@@ -289,6 +292,16 @@ __device__ __forceinline__ WeightSums share_sums(SharedWeights& shared, int clus
 struct RowWeights {
   float max;  // in every thread of the cluster; NaN where there is one
   WeightSums sums;
+
+  // Of a strip, once the maximum is known.
+  template <bool kHasMean>
+  __device__ __forceinline__ void add(const RowStrip& strip, float inv_temperature, int shift) {
+    const float distance = distance_of(strip.max, max, inv_temperature);
+    const unsigned long long weight = weight_of_strip<GpuFloats>(strip.weights, distance, shift);
+    sums.weights += weight;
+    if (kHasMean && weight != 0)
+      sums.products += static_cast<float>(weight) * (distance + strip.mean);
+  }
 };
 
 // Of a row, by all threads of its cluster. `is_weighed`: whether a row of such a maximum has
@@ -306,14 +319,27 @@ __device__ __forceinline__ RowWeights weigh_row(SharedWeights& shared, const Sou
   if (is_weighed(row.max)) {
     const int shift = weight_shift(vocab);
     strips.template for_each<false>([&](const RowStrip& strip) {
-      const float distance = distance_of(strip.max, row.max, inv_temperature);
-      const unsigned long long weight = weight_of_strip<GpuFloats>(strip.weights, distance, shift);
-      row.sums.weights += weight;
-      if (Source::kHasMean && weight != 0)
-        row.sums.products += static_cast<float>(weight) * (distance + strip.mean);
+      row.template add<Source::kHasMean>(strip, inv_temperature, shift);
     });
   }
   row.sums = share_sums(shared, policy.cluster, row.sums);
+  return row;
+}
+
+// Of a narrow row, by the lanes that have it, in all of them.
+template <typename Source, typename IsWeighed>
+__device__ __forceinline__ RowWeights weigh_narrow_row(const Source& source, int64_t vocab,
+                                                       float inv_temperature,
+                                                       IsWeighed is_weighed) {
+  const int lanes = lanes_of_row<1>();
+  typename Source::Loading loading;
+  RowStrip strips[1];
+  source.start(0, loading);
+  source.finish(0, loading, strips);
+  RowWeights row{warp_max_or_nan(strips[0].max, lanes), {0, 0.0f}};
+  if (is_weighed(row.max) && threadIdx.x % Source::kLanes == 0)
+    row.template add<Source::kHasMean>(strips[0], inv_temperature, weight_shift(vocab));
+  row.sums = warp_sums(row.sums, lanes);
   return row;
 }
 

@@ -42,10 +42,11 @@ __device__ __forceinline__ float warp_max(float value, int width = kWarpSize) {
   return value;
 }
 
-// The sum over the warp, in every lane.
-__device__ __forceinline__ unsigned long long warp_sum_of(unsigned long long value) {
+// The sum over `width` neighbouring lanes, in every one of them.
+__device__ __forceinline__ unsigned long long warp_sum_of(unsigned long long value,
+                                                          int width = kWarpSize) {
 #pragma unroll
-  for (int mask = kWarpSize / 2; mask > 0; mask /= 2) value += shuffle_xor(value, mask, kWarpSize);
+  for (int mask = width / 2; mask > 0; mask /= 2) value += shuffle_xor(value, mask, width);
   return value;
 }
 

@@ -72,6 +72,23 @@ __global__ void __launch_bounds__(kWeightThreads, kWeightBlocks)
   });
 }
 
+// Of rows of which a lane has one vector: several in a warp, whose shuffles take all of them.
+template <typename T, bool kEntropy>
+__global__ void __launch_bounds__(kNarrowThreads) narrow_kernel(const LogProbsForward p) {
+  const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  const bool is_read = is_counted(p.in, row);
+  const LogitStrips<T, false, kEntropy, true> strips{
+      row_of<T>(p.in, is_read ? row : 0), is_read ? static_cast<int>(p.in.vocab) : 0, p.in.dtype,
+      p.in.softcap, strip_scale(p.inv_temperature)};
+  const RowWeights weights = weigh_narrow_row(strips, p.in.vocab, p.inv_temperature, is_finite);
+  if (threadIdx.x != 0 || row >= p.in.rows) return;
+  if (is_read) {
+    write_row(p, row, weights.max, weights.sums);
+  } else {
+    write_nothing(p, row);
+  }
+}
+
 // Of strips that a head has left, and the logits of the targets.
 __global__ void __launch_bounds__(kWeightThreads, kWeightBlocks)
     strips_kernel(const LogProbsForward p, const RowWeightsPolicy policy) {
@@ -95,7 +112,16 @@ gpuError launch_rows(Kernel kernel, const LogProbsForward& p, int each, const De
 
 template <typename T>
 gpuError launch(const LogProbsForward& p, const DeviceInfo& device, gpuStream stream) {
+  const LossPolicy row = loss_policy(p.in.vocab, 16 / static_cast<int>(sizeof(T)));
   const auto launch_as = [&](auto entropy) {
+    if (row.vectors == 1) {
+      using Strips = LogitStrips<T, false, entropy, true>;
+      const int lanes = std::max(row.threads, Strips::kLanes), rows = kNarrowThreads / lanes;
+      const int64_t blocks = ceil_div(p.in.rows, rows);
+      if (blocks > kMaxLossBlocks) return gpuErrorInvalidValue;
+      return gpu_launch(&narrow_kernel<T, entropy>, dim3(static_cast<unsigned>(blocks)),
+                        dim3(lanes, rows), 0, 1, stream, p);
+    }
     const auto kernel = is_aligned(p.in) ? &log_probs_kernel<T, true, entropy>
                                          : &log_probs_kernel<T, false, entropy>;
     return launch_rows(kernel, p, LogitStrips<T, true, entropy>::kEach, device, stream);
