@@ -116,6 +116,21 @@ def test_sizes_may_change(integration, window, device):
     assert seen == [LEFT] * 2 + [None] * 2
 
 
+def test_a_mask_that_is_changed_is_a_mask(integration, window):
+    """By a model, in place: a view of it, or all."""
+    made = window.mask_of(window.causal(WINDOW), COLUMNS, torch.device("cpu"))
+    for change in (lambda mask: mask[..., 0].fill_(True), torch.Tensor.logical_not_):
+        mask = made.clone()
+        window.mark(mask, window.causal(WINDOW))
+        assert window.window_of(mask) == window.causal(WINDOW)
+        change(mask)
+        assert window.window_of(mask) is None
+    with torch.inference_mode():  # where writes are not counted
+        mask = made.clone()
+        window.mark(mask, window.causal(WINDOW))
+        assert window.window_of(mask) == window.causal(WINDOW)
+
+
 def test_a_window_is_seen_by_its_function(integration, device):
     """Chunks have a local size, too."""
     from transformers import masking_utils as masking
@@ -231,6 +246,37 @@ def test_eager(fuselage, integration, window, device, name):
             assert_no_farther(*(lambda _, r=r: r for r in (ours, theirs, right)), seeds=1)
             assert called == len([w for w in windows_of(plain) if w])
     assert patched.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("name", ["Gemma3", "Mistral"])
+def test_autocast(fuselage, integration, window, device, name, compiles):
+    """Weights of float32, as trainers have them: attention is in half precision, and has windows.
+    Without autocast it has none."""
+    exact = build(name, device, **{"sliding_window": WINDOW, **NAMES[name]})
+    patched = copy.deepcopy(exact)
+    integration.patch(patched)
+    run, seen = compiled(patched)
+    ids = tokens(8, COLUMNS, device)
+
+    def gradients(model, called, autocasts):
+        model.zero_grad()
+        with torch.autocast(device, torch.bfloat16, enabled=autocasts):
+            logits = called(input_ids=ids, use_cache=False).logits
+        logits.square().mean().backward()
+        return torch.cat([logits.flatten(), *(p.grad.flatten() for p in model.parameters())])
+
+    right, theirs = (gradients(exact, exact, autocasts) for autocasts in (False, True))
+    if compiles:
+        ours = gradients(patched, run, True)
+        assert seen == windows_of(exact)
+    else:
+        called, ours = counted(fuselage, lambda: gradients(patched, patched, True))
+        assert called == windows_of(exact).count(LEFT)
+        called, same = counted(fuselage, lambda: gradients(patched, patched, False))
+        assert called == 0
+        torch.testing.assert_close(same, right)
+    assert_no_farther(*(lambda _, r=r: r for r in (ours, theirs, right)), seeds=1)
 
 
 @pytest.mark.parametrize("given", ["padding", "positions", "4d", "short"])

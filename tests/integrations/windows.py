@@ -60,7 +60,8 @@ def kernel(integration, device, monkeypatch) -> Iterator[ModuleType]:
     if device != "cpu":
         yield module
         return
-    monkeypatch.setattr(module, "has_kernel", lambda *_: True)
+    half = (torch.float16, torch.bfloat16)
+    monkeypatch.setattr(module, "has_kernel", lambda _, dtype: dtype in half)
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", cpu_forward, "CPU")
     library.impl("_flash_attention_backward", cpu_backward, "CPU")

@@ -262,9 +262,9 @@ def _attention_function(sdpa: Callable) -> Callable:
         others = {k for k, v in kwargs.items() if v is not None and v is not False} & _CHANGES
         window = _window.window_of(attention_mask)
         if window is not None:
-            dropout = kwargs.get("dropout", 0.0)
-            if _window.takes(query, key, value, dropout) and not others:
-                return _window.attend(query, key, value, window, kwargs.get("scaling")), None
+            cast = tuple(_window.as_attention_has_it(x) for x in (query, key, value))
+            if _window.takes(*cast, kwargs.get("dropout", 0.0)) and not others:
+                return _window.attend(*cast, window, kwargs.get("scaling")), None
             if _window.is_stand_in(attention_mask):
                 attention_mask = _window.mask_of(window, queries, query.device)
         shares = heads > key.shape[1] and queries == 1
@@ -358,7 +358,8 @@ def _is_of_ones(given: torch.Tensor) -> bool:
 
 def _has_kernel(mask: dict) -> bool:
     """Whether windows have a kernel, which takes masks of all tokens."""
-    device, dtype = torch.device(mask["device"]), mask.get("dtype")
+    device = torch.device(mask["device"])
+    dtype = _window.dtype_of_attention(device, mask.get("dtype"))
     return _is_whole(mask) and _window.has_kernel(device, dtype)
 
 

@@ -52,16 +52,24 @@ def is_stand_in(mask: Optional[torch.Tensor]) -> bool:
 
 
 def window_of(mask: Optional[torch.Tensor]) -> Optional[Window]:
-    """That of a stand-in, or of a mask that was marked; None of others."""
+    """That of a stand-in, or of a mask that was marked, and not changed since; None of others."""
     if is_stand_in(mask):
         return Window(mask.shape[1], mask.shape[2])
     # Compiled layers of an eager model are given masks, too.
-    return None if torch.compiler.is_compiling() else getattr(mask, _MARK, None)
+    if torch.compiler.is_compiling() or not hasattr(mask, _MARK):
+        return None
+    window, version = getattr(mask, _MARK)
+    return window if _version(mask) == version else None
 
 
 def mark(mask: torch.Tensor, window: Window) -> None:
     """Says that a mask is that of a window. Whoever does not ask has the mask."""
-    setattr(mask, _MARK, window)
+    setattr(mask, _MARK, (window, _version(mask)))
+
+
+def _version(mask: torch.Tensor) -> Optional[int]:
+    """How often it, or a view of it, was written. NOTE: nobody counts that of inference tensors."""
+    return None if mask.is_inference() else mask._version
 
 
 def mask_of(window: Window, tokens: int, device: torch.device) -> torch.Tensor:
@@ -129,6 +137,19 @@ def _max_dim(device: torch.device) -> int:
         return 256
     major, minor = torch.cuda.get_device_capability(device)
     return 256 if major in (9, 10) or (major, minor) == (8, 0) else 192
+
+
+def dtype_of_attention(device: torch.device, dtype: Optional[torch.dtype]) -> Optional[torch.dtype]:
+    """What it computes in, of heads of a dtype: that of autocast, but of float64."""
+    if dtype == torch.float64 or device.type not in ("cpu", "cuda"):
+        return dtype
+    enabled = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if enabled else dtype
+
+
+def as_attention_has_it(x: torch.Tensor) -> torch.Tensor:
+    """As autocast hands it to attention. NOTE: it does not know of the kernel."""
+    return x.to(dtype_of_attention(x.device, x.dtype))
 
 
 def takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
