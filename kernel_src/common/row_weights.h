@@ -45,14 +45,12 @@ struct LogitStrips {
     const int step = static_cast<int>(blockDim.x) * kStrip;
     return (size + step - 1) / step;
   }
-  struct Loading {
-    RowLoading<T, kVectors, kAligned> vectors;
-  };
+  using Loading = RowLoading<T, kVectors, kAligned>;
   // Past the last step, of nothing.
   __device__ __forceinline__ void start(int step, Loading& loading) const {
     const Columns columns;
     const int column = columns.first + step * columns.step;
-    loading.vectors.start(data + column, size - column);
+    loading.start(data + column, size - column);
   }
   __device__ __forceinline__ void finish(int step, const Loading& loading,
                                          RowStrip (&strips)[kEach]) const {
@@ -61,7 +59,7 @@ struct LogitStrips {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       float values[N];
-      unpack(loading.vectors.finish(j), dtype, values);
+      unpack(loading.finish(j), dtype, values);
       finish_logits(values, left - j * kWarpSize * N, softcap, minus_infinity());
       const RowStrip strip = strip_of(values);
       if (threadIdx.x % kVectors == j) strips[0] = strip;
@@ -198,8 +196,8 @@ struct KeptStrips {
       } else {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-          const StripSum strip = own[i * threads];
-          strips[i] = {strip.max, strip.weights, Source::kHasMean ? own_mean[i * threads] : 0.0f};
+          strips[i] = {own[i * threads].max, own[i * threads].weights,
+                       Source::kHasMean ? own_mean[i * threads] : 0.0f};
         }
       }
 #pragma unroll

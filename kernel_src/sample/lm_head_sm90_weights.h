@@ -21,7 +21,7 @@ __device__ __forceinline__ float2 scales_of(const Columns& columns, int column) 
 // Writes the sums of a warp's strips, of rows from `row` on, of which a lane has up to two. Of a
 // draw NaN is none; otherwise a strip with NaN has that as its maximum. kPerRow: the rows of the
 // batch have temperatures of their own. Otherwise all have `scale`. `maxima`: [columns], shared
-// memory of the warp.
+// memory of the warp. kMostAtOnce: fragments whose sums are reduced together.
 //
 // NOTE: all maxima come first: there is nothing beside which a shuffle for few fragments could be
 // waited for, as the warps of a block add up at the same time. With soft caps, which are long, this

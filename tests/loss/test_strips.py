@@ -69,6 +69,17 @@ def test_rows_that_are_not_finite(fuselage, cuda, value, softcap):
         check(fuselage, (hidden, weight, targets), bias=bias, logit_softcap=softcap)
 
 
+def test_cpu_and_gpu(fuselage, cuda):
+    """The same logits have the same log-probabilities, but for the powers of two of each, whose
+    relative errors are 2^-23 and 2^-22, and which are rounded to 2^-24 of the largest."""
+    logits = normal((40, 1003), torch.float32, cuda, scale=4.0)
+    logits[1, 17], logits[2], logits[3, ::2] = -torch.inf, 2.5, -1e30
+    targets = torch.randint(1003, (40,), device=cuda)
+    ours = fuselage.log_probs(logits, targets, temperature=1.3).log_probs
+    expected = fuselage.log_probs(logits.cpu(), targets.cpu(), temperature=1.3).log_probs
+    torch.testing.assert_close(ours.cpu(), expected, rtol=2.0**-22, atol=2.0**-20)
+
+
 def test_no_logits_in_memory(fuselage, cuda):
     """What is allocated is a fraction of them."""
     hidden = normal((512, 64), torch.bfloat16, cuda)

@@ -79,6 +79,14 @@ class Product(Rule):
         return torch.get_autocast_dtype(device_type)
 
 
+def dtype_of_product(kind: str, dtype: Optional[torch.dtype]) -> Optional[torch.dtype]:
+    """That of a product of matrices of `dtype` on a kind of device, or that of autocast, which the
+    meta device does not have.
+    """
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if autocast else dtype
+
+
 def _dtype_of(value: Optional[torch.Tensor]) -> Optional[torch.dtype]:
     return None if value is None else value.dtype
 

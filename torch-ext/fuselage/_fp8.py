@@ -8,6 +8,7 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 
+from ._autocast import dtype_of_product
 from ._fake import fake_kernel_of
 from ._ops import ops
 from .quant import GROUP, fake_quantized, quantize_rows
@@ -153,9 +154,7 @@ def _is_bfloat16(bias: Optional[torch.Tensor]) -> bool:
 
 def dtype_of_result(x: torch.Tensor) -> torch.dtype:
     """That of `x`, or of autocast."""
-    kind = x.device.type
-    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if autocast else x.dtype
+    return dtype_of_product(x.device.type, x.dtype)
 
 
 def check_columns(x: torch.Tensor, columns: int) -> None:

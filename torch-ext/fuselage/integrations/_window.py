@@ -12,6 +12,8 @@ from typing import NamedTuple, Optional
 
 import torch
 
+from .._autocast import dtype_of_product
+
 _MARK = "fuselage_window"
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -141,10 +143,7 @@ def _max_dim(device: torch.device) -> int:
 
 def dtype_of_attention(device: torch.device, dtype: Optional[torch.dtype]) -> Optional[torch.dtype]:
     """What it computes in, of heads of a dtype: that of autocast, but of float64."""
-    if dtype == torch.float64 or device.type not in ("cpu", "cuda"):
-        return dtype
-    enabled = torch.is_autocast_enabled(device.type)
-    return torch.get_autocast_dtype(device.type) if enabled else dtype
+    return dtype if dtype == torch.float64 else dtype_of_product(device.type, dtype)
 
 
 def as_attention_has_it(x: torch.Tensor) -> torch.Tensor:
