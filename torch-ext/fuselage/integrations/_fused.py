@@ -11,8 +11,10 @@ import torch
 
 from ..ada_norm import ada_layer_norm, ada_rms_norm, gate_residual_ada_norm
 from . import _probe
+from ._gates import is_still_gelu_tanh
 from ._norms import LAYER_NORM, eps_of, is_norm
 from ._patch import listened_to, replacement_of
+from ._products import has_epilogue, linear_gelu_tanh, linear_of_parts, may_stay_apart
 
 
 def add_norm(norm: torch.nn.Module, x, residual):
@@ -100,6 +102,20 @@ def gated(residual, a, b):
         if others == [residual.dtype] * 2 and residual.dtype in _probe.DTYPES:
             return torch.addcmul(residual, a, b)
     return residual + a * b
+
+
+def gelu_of(activation: torch.nn.Module, linear: torch.nn.Module, x):
+    """`activation(linear(x))`, of a tanh-GELU: with the product, where that has one."""
+    if is_still_gelu_tanh(activation) and has_epilogue(linear, x):
+        return linear_gelu_tanh(linear, x)
+    return activation(linear(x))
+
+
+def linear_of(linear: torch.nn.Module, parts, dim: int):
+    """`linear(torch.cat(parts, dim))`."""
+    if may_stay_apart(linear, parts, dim):
+        return linear_of_parts(linear, parts)
+    return linear(torch.cat(parts, dim))
 
 
 def _modulates(norm: torch.nn.Module, x, scale, shift, cast: bool) -> bool:

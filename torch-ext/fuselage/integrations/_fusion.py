@@ -10,7 +10,11 @@ A module whose norms were replaced gets its own forward with other expressions i
     h = residual + gate * x                           -> h = gated(residual, gate, x)
     self.modulate(self.norm(x), ..)                   -> modulate(modulation(self.norm, x), ..)
 
-The last is a method that modulates what it is given, as QwenImage has: of its own copy.
+The last is a method that modulates what it is given, as QwenImage has: of its own copy. And linear
+layers with what is next to them:
+
+    self.act(self.linear(x))                          -> gelu_of(self.act, self.linear, x)
+    self.linear(torch.cat([x, y], dim))               -> linear_of(self.linear, (x, y), dim)
 
 These are found in its source, whatever the names. What stands in their place computes just the same
 wherever an operator of ours does not take the tensors it gets, so nothing else has to be known of
@@ -31,23 +35,35 @@ from typing import Callable, Optional
 import torch
 
 from . import _fused, _patterns, _source
+from ._gates import is_gelu_tanh
 from ._norms import LAYER_NORM, is_norm
 from ._patch import Found, Match, marked, replacement_of
+from ._products import takes_parts
 
 # What replaced a norm, and whether it has a form with scale and shift.
 _RMS_NORM = "rms_norm ("
 _RMS = f"{_RMS_NORM}weight"
 _PREFIX = "fuselage"  # of names in the forward
+_GELU = "gelu_tanh in a product"
+_PARTS = "products of parts"
 _GATE = "addcmul (gate and residual)"  # what the report says where there is nothing else
 _UNROUNDED = "rounded not at all"  # its result is float32
 
 
 def recognise_fusion(module: torch.nn.Module) -> Found:
     """Any module that has such expressions with a norm that was replaced, or a gate beside an
-    adaptive norm, as the single blocks of Flux.
+    adaptive norm, as the single blocks of Flux, or linear layers.
     """
-    children = [child for child in module._modules.values() if child is not None]
-    return _recognise(module, any(map(_is_adaptive, children)))
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    linears = {k: child for k, child in children.items() if isinstance(child, torch.nn.Linear)}
+    gelus = _names(children if linears else {}, is_gelu_tanh)
+    with_bias = _names(linears, lambda linear: linear.bias is not None)
+    products = (with_bias, _names(linears, takes_parts), gelus if with_bias else ())
+    return _recognise(module, any(map(_is_adaptive, children.values())), *products)
+
+
+def _names(children: dict[str, torch.nn.Module], wanted: Callable) -> tuple[str, ...]:
+    return tuple(sorted(name for name, child in children.items() if wanted(child)))
 
 
 def _is_adaptive(module: torch.nn.Module) -> bool:
@@ -56,14 +72,16 @@ def _is_adaptive(module: torch.nn.Module) -> bool:
     return isinstance(found, Match) and "ada_" in found.what
 
 
-def _recognise(module: torch.nn.Module, gates: bool) -> Found:
+def _recognise(
+    module: torch.nn.Module, gates: bool, linears: tuple = (), wide: tuple = (), gelus: tuple = ()
+) -> Found:
     norms = {
         name: what
         for name, child in module._modules.items()
         if child is not None and (what := replacement_of(child)) and is_norm(what)
     }
     own = replacement_of(module)
-    if not (norms or gates) or not (own is None or own in _WHATS):
+    if not (norms or gates or wide or gelus) or not (own is None or own in _WHATS):
         return None  # there is nothing, or its forward is another of ours
     forward = type(module).forward
     if str(getattr(forward, "__module__", "")).startswith("torch."):
@@ -71,7 +89,8 @@ def _recognise(module: torch.nn.Module, gates: bool) -> Found:
     plain = inspect.unwrap(forward)
     definition = _definition(plain)
     dead = () if definition is None else tuple(_lines(_source.dead(definition, module)))
-    found = _fused_forward(type(module), plain, tuple(sorted(norms.items())), dead, gates)
+    children = (tuple(sorted(norms.items())), linears, wide, gelus)
+    found = _fused_forward(type(module), plain, *children, dead, gates)
     if found is None:
         return None
     if plain is not forward:
@@ -93,20 +112,27 @@ def _lines(bodies: list[list[ast.stmt]]) -> Iterator[tuple[int, int]]:
 
 _CALLS = (
     *(_fused.add_norm, _fused.norm_add_norm, _fused.modulated, _fused.gated_norm, _fused.gated),
-    *(_fused.modulation, _fused.gated_modulation),
+    *(_fused.modulation, _fused.gated_modulation, _fused.gelu_of, _fused.linear_of),
 )
 _HELPERS = {f"{_PREFIX}_{function.__name__}": function for function in _CALLS}
 
 
 @cache
 def _fused_forward(
-    kind: type, forward: Callable, norms: tuple, dead: tuple, gates: bool
+    kind: type,
+    forward: Callable,
+    norms: tuple,
+    linears: tuple,
+    wide: tuple,
+    gelus: tuple,
+    dead: tuple,
+    gates: bool,
 ) -> Optional[Callable]:
-    """With these norms, in all bodies but those that begin at `dead`."""
+    """With these children, in all bodies but those that begin at `dead`."""
     definition = _definition(forward)
     if definition is None:
         return None
-    fusion = _Fusion(kind, deepcopy(definition), dict(norms), dead, gates)
+    fusion = _Fusion(kind, deepcopy(definition), dict(norms), linears, wide, gelus, dead, gates)
     if not fusion.whats:
         return None
     function = _source.function_of(fusion.definition, fusion.helpers, forward)
@@ -118,11 +144,21 @@ def _fused_forward(
 class _Fusion:
     """Rewrites `definition`; `whats` are the operators it then calls."""
 
-    def __init__(self, kind: type, definition: ast.FunctionDef, norms: dict, dead: tuple, gates):
+    def __init__(
+        self,
+        kind: type,
+        definition: ast.FunctionDef,
+        norms: dict,
+        linears: tuple,
+        wide: tuple,
+        gelus: tuple,
+        dead: tuple,
+        gates: bool,
+    ):
         self.kind = kind
         self.helpers = dict(_HELPERS)
         self.definition = definition
-        self.norms = norms
+        self.norms, self.linears, self.wide, self.gelus = norms, linears, wide, gelus
         self.self_name = definition.args.args[0].arg
         self.whats: set[str] = set()
         self.fresh = 0
@@ -131,6 +167,8 @@ class _Fusion:
         bodies = [_Statements(self, body) for body in _bodies(definition.body)]
         self.bodies = {id(body.body): body for body in bodies}
         live = [body for body in bodies if next(_lines([body.body])) not in dead]
+        for body in live if wide or gelus else ():
+            body.fuse_products()
         for body in live:
             body.fuse_norms()
         for body in live if self.modulated else ():
@@ -140,10 +178,14 @@ class _Fusion:
 
     def norm_call(self, node: ast.expr) -> Optional[tuple[ast.expr, ast.expr]]:
         """`self.norm` and `x` of `self.norm(x)`."""
+        return self.call_of(node, self.norms)
+
+    def call_of(self, node: ast.expr, children) -> Optional[tuple[ast.expr, ast.expr]]:
+        """`self.child` and `x` of `self.child(x)`, of one of these."""
         if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1:
             return None
         function = node.func
-        if not isinstance(function, ast.Attribute) or function.attr not in self.norms:
+        if not isinstance(function, ast.Attribute) or function.attr not in children:
             return None
         of_self = isinstance(function.value, ast.Name) and function.value.id == self.self_name
         starred = isinstance(node.args[0], ast.Starred)
@@ -237,6 +279,13 @@ class _Statements:
             for j, statement in enumerate(self.statements):
                 if self.slots[j] and _source.is_simple(statement):
                     self._norms_of(j, modulated)
+
+    def fuse_products(self) -> None:
+        for j, statement in enumerate(self.statements):
+            if _source.is_simple(statement):
+                for node in list(_source.evaluated_once(statement)):
+                    self._fuse_gelu(node, j)
+                    self._fuse_concatenation(node, j)
 
     def fuse_gates(self) -> None:
         for j in range(len(self.slots)):
@@ -575,9 +624,45 @@ class _Statements:
         self._put(site, j, call)
 
     def _put(self, site: _patterns.Normed, j: int, new: ast.expr) -> None:
-        if site.before is not None:
-            self._set(site.before)
-        self._set(j, _source.Replaced(site.node, new).visit(self.statements[j]))
+        self._replace(site.node, j, new, site.before)
+
+    # -- what is next to linear layers --
+
+    def _fuse_gelu(self, node: ast.expr, j: int) -> None:
+        call = self.fusion.call_of(node, self.fusion.gelus)
+        if call is None:
+            return
+        (gelu, x), k = call, None
+        if isinstance(x, ast.Name):
+            k = self._only_definition(x.id, j)
+            x = None if k != j - 1 else self.statements[k].value
+        inner = None if x is None else self.fusion.call_of(x, self.fusion.linears)
+        if inner is not None:
+            self._replace(node, j, self._call("gelu_of", gelu, *inner), k)
+            self.fusion.whats.add(_GELU)
+
+    def _fuse_concatenation(self, node: ast.expr, j: int) -> None:
+        call = self.fusion.call_of(node, self.fusion.wide)
+        if call is None:
+            return
+        (linear, x), k = call, None
+        if isinstance(x, ast.Name):
+            k = self._only_definition(x.id, j)
+            x = None if k is None else self.statements[k].value
+            if x is None or not self._may_move(x, range(k + 1, j)):
+                return
+        found = _patterns.concatenation(x)
+        if found is not None:
+            parts, dim = found
+            parts = ast.Tuple(parts, ast.Load())
+            self._replace(node, j, self._call("linear_of", linear, parts, dim), k)
+            self.fusion.whats.add(_PARTS)
+
+    def _replace(self, node: ast.expr, j: int, new: ast.expr, before: Optional[int]) -> None:
+        """In statement j; another one set what is read there."""
+        if before is not None:
+            self._set(before)
+        self._set(j, _source.Replaced(node, new).visit(self.statements[j]))
 
     # -- what is left of gates --
 

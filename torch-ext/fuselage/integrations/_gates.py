@@ -27,7 +27,8 @@ from ..gate import (
 )
 from . import _probe
 from ._linears import takes_quantized
-from ._patch import Found, Match, marked
+from ._patch import Found, Match, listened_to, marked, replacement_of
+from ._products import has_epilogue, linear_gelu_tanh
 
 # What the report is about. What is replaced is for the probes to decide.
 _NAME = re.compile(r"silu|swish|gelu|relu2|relusquared", re.IGNORECASE)
@@ -105,6 +106,34 @@ def _is_one_kernel(module: torch.nn.Module) -> bool:
 
     _probe.call(counted, _probe.random(8))
     return count.calls <= 1
+
+
+# Classes that are a tanh-GELU in one kernel, and nothing else.
+_GELU_CLASSES: set[type] = set()
+
+
+def is_gelu_tanh(module: torch.nn.Module) -> bool:
+    """Whether it is that activation, in one kernel or ours."""
+    if "gelu" not in type(module).__name__.lower() or any(module.children()):
+        return False
+    if replacement_of(module) is not None:
+        return replacement_of(module) == "gelu_tanh"
+    if not _probe.takes_tensors(type(module).forward) or activation_of(module) != "gelu_tanh":
+        return False
+    if type(module) is not torch.nn.GELU:
+        _GELU_CLASSES.add(type(module))
+    return True
+
+
+def is_still_gelu_tanh(module: torch.nn.Module) -> bool:
+    """Whether what was that activation is it now, and nobody listens to it."""
+    if listened_to(module):
+        return False
+    if "forward" in vars(module):
+        return replacement_of(module) == "gelu_tanh"
+    if type(module) is torch.nn.GELU:
+        return module.approximate == "tanh"
+    return type(module) in _GELU_CLASSES
 
 
 @cache
@@ -318,7 +347,11 @@ def recognise_projected_gate(module: torch.nn.Module) -> Found:
 
 @cache
 def _projected_forward(what: str, function: Callable) -> Callable:
+    in_product = what == "gelu_tanh"
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if in_product and has_epilogue(self.proj, hidden_states):
+            return linear_gelu_tanh(self.proj, hidden_states)
         if _probe.left_to_the_compiler():
             return type(self).forward(self, hidden_states)
         projected = self.proj(hidden_states)

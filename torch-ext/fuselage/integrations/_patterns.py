@@ -123,3 +123,17 @@ def modulation_of(node: ast.expr) -> tuple[ast.expr, Optional[ast.expr], Optiona
     if (found := scaled(node)) is not None:
         return *found, None
     return node, None, None
+
+
+def concatenation(node: ast.expr) -> Optional[tuple[list[ast.expr], ast.expr]]:
+    """The parts and the dimension of `torch.cat([x, y], dim)`."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
+        return None
+    of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+    parts, *dims = node.args
+    dims += [keyword.value for keyword in node.keywords if keyword.arg == "dim"]
+    if not of_torch or node.func.attr != "cat" or len(node.args) + len(node.keywords) != 2:
+        return None
+    if len(dims) != 1 or not isinstance(parts, (ast.List, ast.Tuple)) or len(parts.elts) < 2:
+        return None
+    return None if any(isinstance(e, ast.Starred) for e in parts.elts) else (parts.elts, dims[0])

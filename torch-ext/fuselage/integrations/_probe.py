@@ -138,6 +138,11 @@ def taken(x: torch.Tensor) -> bool:
     return x.dtype in DTYPES and not left_to_the_compiler()
 
 
+def is_on_gpu(x: torch.Tensor) -> bool:
+    """Where it was measured what is faster. NOTE: not on ROCm."""
+    return x.is_cuda and torch.version.hip is None
+
+
 def takes_tensors(function: Callable, count: int = 1) -> bool:
     """Whether it can be called with the module and so many tensors, and with nothing else."""
     try:
