@@ -133,9 +133,12 @@ def left_to_the_compiler() -> bool:
     return torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
 
-def taken(x: torch.Tensor) -> bool:
-    """Whether an operator of ours takes `x` here; the module's own forward runs on others."""
-    return x.dtype in DTYPES and not left_to_the_compiler()
+def taken(x: torch.Tensor, compiled: bool = False) -> bool:
+    """Whether an operator of ours takes `x` here; the module's own forward runs on others.
+
+    `compiled`: whether it is faster on a GPU than what the compiler makes.
+    """
+    return x.dtype in DTYPES and not (left_to_the_compiler() and not (compiled and is_on_gpu(x)))
 
 
 def is_on_gpu(x: torch.Tensor) -> bool:

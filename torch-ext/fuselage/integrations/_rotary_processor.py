@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from typing import Callable, Optional
 
 import torch
@@ -138,6 +138,10 @@ def _rotate_tokens(original: Callable) -> Callable:
 def _rotate_heads(original: Callable, ways: set[str]) -> Callable:
     """For four dimensions, of which `sequence_dim` counts tokens, in those ways that it has:
     pairs as in Flux, halves as in CogView 4, complex numbers as in QwenImage or Lumina 2.
+
+    Compiled, on an H200: norms and rotations of a single block of Flux took 79 us, and take 54. The
+    compiler does not fuse complex numbers: with norms and concatenations they took 355 us of two
+    layers of QwenImage, and take 230. Halves were not measured.
     """
 
     def apply_rotary_emb(x, freqs_cis, *args, **kwargs):
@@ -153,7 +157,8 @@ def _rotate_heads(original: Callable, ways: set[str]) -> Callable:
         width = x.shape[-1] // (1 if named["use_real"] else 2)
         dims = 3 if way == "complex, batched" else 2
         takes = way in ways and tokens_dim in (1, 2) and x.dim() == 4 and len(named) == 3
-        if not takes or tables[0].dim() != dims or not _tables_fit(x, tokens_dim, *tables, width):
+        fits = partial(_tables_fit, x, tokens_dim, *tables, width)
+        if not takes or tables[0].dim() != dims or not fits(compiled=way != "halves"):
             return original(x, freqs_cis, *args, **kwargs)
         options |= {"interleaved": way != "halves", "heads_dim": 3 - tokens_dim}
         return apply_rotary(x, None, *tables, **options)
@@ -165,12 +170,14 @@ _DEFAULTS = {"use_real": True, "use_real_unbind_dim": -1, "sequence_dim": 2}
 
 
 def _rotate_with_two_tables(original: Callable) -> Callable:
-    """For tables `[batch or 1, tokens, 1, n]`, as in Wan."""
+    """For tables `[batch or 1, tokens, 1, n]`, as in Wan: norms and rotations of a layer took 578
+    us, compiled on an H200, and take 310.
+    """
 
     def apply_rotary_emb(x, freqs_cos, freqs_sin):
         if x.dim() == 4 and freqs_cos.dim() == freqs_sin.dim() == 4 and freqs_cos.shape[2] == 1:
             cos, sin = freqs_cos[:, :, 0], freqs_sin[:, :, 0]
-            if _tables_fit(x, 1, cos, sin):
+            if _tables_fit(x, 1, cos, sin, compiled=True):
                 return apply_rotary(x, None, cos, sin, interleaved=True)
         return original(x, freqs_cos, freqs_sin)
 
@@ -183,11 +190,13 @@ def _tables_fit(
     cos: torch.Tensor,
     sin: torch.Tensor,
     width: Optional[int] = None,
+    compiled: bool = False,
 ) -> bool:
     """Whether they are `[tokens, width]` for an `x` of four dimensions, or
-    `[batch or 1, tokens, width]`, which for one of three they have to be.
+    `[batch or 1, tokens, width]`, which for one of three they have to be. `compiled`: whether
+    ours is the faster one in compiled inference, too.
     """
-    if not _probe.taken(x) or cos.dtype not in (x.dtype, torch.float32):
+    if not _probe.taken(x, compiled) or cos.dtype not in (x.dtype, torch.float32):
         return False
     if (
         cos.dim() not in ((2, 3) if x.dim() == 4 else (3,))
