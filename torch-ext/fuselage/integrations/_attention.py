@@ -29,7 +29,7 @@ from typing import Callable, NamedTuple, Optional
 
 import torch
 
-from . import _probe, _source, _window
+from . import _decoding, _probe, _source, _window
 from ._patch import Found, Match, around, innermost, marked, replacement
 
 WHAT = "causal attention without a mask, if compiled"
@@ -254,7 +254,8 @@ def _attention_function(sdpa: Callable) -> Callable:
 
     Where there is one token, as in decoding with a static cache, the heads that share a key are
     queries of one head, and nothing is copied. Copies and the attention that reads them took 118 of
-    the 308 us of a layer of Llama-3-8B, for 8 sequences of 1024 tokens on an H100.
+    the 308 us of a layer of Llama-3-8B, for 8 sequences of 1024 tokens on an H100. Where these are
+    too few blocks for a GPU, each has a part of the keys (`_decoding.py`).
     """
 
     def attention(module, query, key, value, attention_mask, **kwargs):
@@ -271,13 +272,18 @@ def _attention_function(sdpa: Callable) -> Callable:
         one_mask = attention_mask is not None and attention_mask.shape[1:-1] == (1, 1)
         if not (shares and one_mask) or others:
             return sdpa(module, query, key, value, attention_mask, **kwargs)
+        dropout, scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")
+        parts = _decoding.parts_of(query, key, value, attention_mask, dropout)
+        if parts > 1:
+            out = _decoding.attend(query, key, value, attention_mask, scale, parts)
+            return out.transpose(1, 2), None
         out = torch.nn.functional.scaled_dot_product_attention(
             query.reshape(batch, key.shape[1], -1, query.shape[-1]),
             key,
             value,
             attn_mask=attention_mask,
-            dropout_p=kwargs.get("dropout", 0.0),
-            scale=kwargs.get("scaling"),
+            dropout_p=dropout,
+            scale=scale,
         )
         return out.reshape(batch, 1, heads, value.shape[-1]), None
 
