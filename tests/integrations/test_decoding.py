@@ -80,7 +80,8 @@ def test_parts_are_joined(decoding, device, dtype, batch, heads, key_heads, keys
         ours = decoding.attend(query, key, value, mask, scale, parts)
         assert ours.shape == plain.shape and ours.dtype == dtype
         error, bound = (rms(x.double() - exact) / rms(exact) for x in (ours, plain))
-        assert error <= 1.45 * bound  # parts are rounded, too: two roundings of one size
+        # Three roundings of one size: of probabilities in the kernel, of parts, and of the result.
+        assert error <= 3**0.5 * bound
     one = decoding.attend(query, key, value, masks[0][:1], None, parts)
     assert torch.equal(one[0], decoding.attend(query, key, value, masks[0], None, parts)[0])
 
