@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from integrations.models import assert_close, counted_ops, rms
 from torch import nn
+from torch.autograd import forward_ad
 
 DIM, HIDDEN = 64, 256
 GELU = "gelu_tanh in a product"
@@ -83,6 +84,18 @@ class Wide(nn.Module):
         gate = gate.unsqueeze(1)
         h = gate * self.out(h)
         return h
+
+
+class WideWithGelu(Wide):
+    """What is concatenated goes through a product that has a GELU."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = nn.GELU(approximate="tanh")
+
+    def forward(self, x, y, gate):
+        h = torch.cat([x, y], dim=2)
+        return self.act(self.out(h)) * gate.unsqueeze(1)
 
 
 class WideAtOnce(Wide):
@@ -197,14 +210,14 @@ def test_parts_stay_apart(integration, fuselage, device, make):
 # ---- what is found, and what stays ----
 
 
-@pytest.mark.parametrize("make", (*WITH_GELU[:-1], *WITH_PARTS))
+@pytest.mark.parametrize("make", (*WITH_GELU[:-1], *WITH_PARTS, WideWithGelu))
 @torch.no_grad()
 def test_elsewhere_nothing_changes(integration, make):
     """On a CPU, and of float32."""
     plain = half(make(), "cpu")
     patched = copy.deepcopy(plain)
     assert integration.patch(patched).replaced[""] in (GELU, PARTS)
-    inputs = wide_inputs("cpu")[: 3 if make in WITH_PARTS else 1]
+    inputs = wide_inputs("cpu")[: 3 if issubclass(make, Wide) else 1]
     if make is not Formula:  # that is ours, rounded once
         assert torch.equal(patched(*inputs), plain(*inputs))
     copied = copy.deepcopy(patched).float()
@@ -340,6 +353,12 @@ def test_what_decides_when_it_runs(integration, recorded):
     assert_made(other, expected, x, recorded, [])
     with torch.enable_grad():
         assert_made(patched, plain, x, recorded, [])
+    with forward_ad.dual_level():
+        tangent = torch.randn_like(x[0])
+        dual = [forward_ad.make_dual(x[0], tangent)]
+        assert_made(patched, plain, dual, recorded, [])
+        of_both = (forward_ad.unpack_dual(m(*dual)).tangent for m in (patched, plain))
+        assert_close(*of_both)
     with torch.autocast("cpu", torch.bfloat16):
         recorded.clear()
         assert patched(*x).dtype == torch.bfloat16 and recorded == []

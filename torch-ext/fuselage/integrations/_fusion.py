@@ -29,8 +29,8 @@ import ast
 import inspect
 from collections.abc import Iterator
 from copy import deepcopy
-from functools import cache
-from typing import Callable, Optional
+from functools import cache, partial
+from typing import Callable, NamedTuple, Optional
 
 import torch
 
@@ -58,8 +58,20 @@ def recognise_fusion(module: torch.nn.Module) -> Found:
     linears = {k: child for k, child in children.items() if isinstance(child, torch.nn.Linear)}
     gelus = _names(children if linears else {}, is_gelu_tanh)
     with_bias = _names(linears, lambda linear: linear.bias is not None)
-    products = (with_bias, _names(linears, takes_parts), gelus if with_bias else ())
-    return _recognise(module, any(map(_is_adaptive, children.values())), *products)
+    gates = any(map(_is_adaptive, children.values()))
+    wide = _names(linears, takes_parts)
+    return _recognise(module, gates, with_bias, wide, gelus if with_bias else ())
+
+
+class _Children(NamedTuple):
+    """Names of a module's: norms of ours, with what they are; linear layers with a bias; those that
+    may take parts; and tanh-GELUs.
+    """
+
+    norms: tuple[tuple[str, str], ...]
+    linears: tuple[str, ...]
+    wide: tuple[str, ...]
+    gelus: tuple[str, ...]
 
 
 def _names(children: dict[str, torch.nn.Module], wanted: Callable) -> tuple[str, ...]:
@@ -75,6 +87,7 @@ def _is_adaptive(module: torch.nn.Module) -> bool:
 def _recognise(
     module: torch.nn.Module, gates: bool, linears: tuple = (), wide: tuple = (), gelus: tuple = ()
 ) -> Found:
+    """`gates`: other gates are fused, too."""
     norms = {
         name: what
         for name, child in module._modules.items()
@@ -89,8 +102,8 @@ def _recognise(
     plain = inspect.unwrap(forward)
     definition = _definition(plain)
     dead = () if definition is None else tuple(_lines(_source.dead(definition, module)))
-    children = (tuple(sorted(norms.items())), linears, wide, gelus)
-    found = _fused_forward(type(module), plain, *children, dead, gates)
+    children = _Children(tuple(sorted(norms.items())), linears, wide, gelus)
+    found = _fused_forward(type(module), plain, children, dead, gates)
     if found is None:
         return None
     if plain is not forward:
@@ -119,20 +132,13 @@ _HELPERS = {f"{_PREFIX}_{function.__name__}": function for function in _CALLS}
 
 @cache
 def _fused_forward(
-    kind: type,
-    forward: Callable,
-    norms: tuple,
-    linears: tuple,
-    wide: tuple,
-    gelus: tuple,
-    dead: tuple,
-    gates: bool,
+    kind: type, forward: Callable, children: _Children, dead: tuple, gates: bool
 ) -> Optional[Callable]:
     """With these children, in all bodies but those that begin at `dead`."""
     definition = _definition(forward)
     if definition is None:
         return None
-    fusion = _Fusion(kind, deepcopy(definition), dict(norms), linears, wide, gelus, dead, gates)
+    fusion = _Fusion(kind, deepcopy(definition), children, dead, gates)
     if not fusion.whats:
         return None
     function = _source.function_of(fusion.definition, fusion.helpers, forward)
@@ -145,20 +151,12 @@ class _Fusion:
     """Rewrites `definition`; `whats` are the operators it then calls."""
 
     def __init__(
-        self,
-        kind: type,
-        definition: ast.FunctionDef,
-        norms: dict,
-        linears: tuple,
-        wide: tuple,
-        gelus: tuple,
-        dead: tuple,
-        gates: bool,
+        self, kind: type, definition: ast.FunctionDef, children: _Children, dead: tuple, gates: bool
     ):
         self.kind = kind
         self.helpers = dict(_HELPERS)
         self.definition = definition
-        self.norms, self.linears, self.wide, self.gelus = norms, linears, wide, gelus
+        self.children, self.norms = children, dict(children.norms)
         self.self_name = definition.args.args[0].arg
         self.whats: set[str] = set()
         self.fresh = 0
@@ -167,7 +165,7 @@ class _Fusion:
         bodies = [_Statements(self, body) for body in _bodies(definition.body)]
         self.bodies = {id(body.body): body for body in bodies}
         live = [body for body in bodies if next(_lines([body.body])) not in dead]
-        for body in live if wide or gelus else ():
+        for body in live:
             body.fuse_products()
         for body in live:
             body.fuse_norms()
@@ -283,9 +281,9 @@ class _Statements:
     def fuse_products(self) -> None:
         for j, statement in enumerate(self.statements):
             if _source.is_simple(statement):
-                for node in list(_source.evaluated_once(statement)):
-                    self._fuse_gelu(node, j)
-                    self._fuse_concatenation(node, j)
+                # NOTE: anew after each: other expressions may have gone with the one.
+                while any(map(partial(self._fuse_product, j), _source.evaluated_once(statement))):
+                    pass
 
     def fuse_gates(self) -> None:
         for j in range(len(self.slots)):
@@ -628,35 +626,42 @@ class _Statements:
 
     # -- what is next to linear layers --
 
-    def _fuse_gelu(self, node: ast.expr, j: int) -> None:
-        call = self.fusion.call_of(node, self.fusion.gelus)
+    def _fuse_product(self, j: int, node: ast.expr) -> bool:
+        return self._fuse_gelu(node, j) or self._fuse_concatenation(node, j)
+
+    def _fuse_gelu(self, node: ast.expr, j: int) -> bool:
+        call = self.fusion.call_of(node, self.fusion.children.gelus)
         if call is None:
-            return
+            return False
         (gelu, x), k = call, None
         if isinstance(x, ast.Name):
             k = self._only_definition(x.id, j)
             x = None if k != j - 1 else self.statements[k].value
-        inner = None if x is None else self.fusion.call_of(x, self.fusion.linears)
-        if inner is not None:
-            self._replace(node, j, self._call("gelu_of", gelu, *inner), k)
-            self.fusion.whats.add(_GELU)
+        inner = None if x is None else self.fusion.call_of(x, self.fusion.children.linears)
+        if inner is None:
+            return False
+        self._replace(node, j, self._call("gelu_of", gelu, *inner), k)
+        self.fusion.whats.add(_GELU)
+        return True
 
-    def _fuse_concatenation(self, node: ast.expr, j: int) -> None:
-        call = self.fusion.call_of(node, self.fusion.wide)
+    def _fuse_concatenation(self, node: ast.expr, j: int) -> bool:
+        call = self.fusion.call_of(node, self.fusion.children.wide)
         if call is None:
-            return
+            return False
         (linear, x), k = call, None
         if isinstance(x, ast.Name):
             k = self._only_definition(x.id, j)
             x = None if k is None else self.statements[k].value
             if x is None or not self._may_move(x, range(k + 1, j)):
-                return
+                return False
         found = _patterns.concatenation(x)
-        if found is not None:
-            parts, dim = found
-            parts = ast.Tuple(parts, ast.Load())
-            self._replace(node, j, self._call("linear_of", linear, parts, dim), k)
-            self.fusion.whats.add(_PARTS)
+        if found is None:
+            return False
+        parts, dim = found
+        call = self._call("linear_of", linear, ast.Tuple(parts, ast.Load()), dim)
+        self._replace(node, j, call, k)
+        self.fusion.whats.add(_PARTS)
+        return True
 
     def _replace(self, node: ast.expr, j: int, new: ast.expr, before: Optional[int]) -> None:
         """In statement j; another one set what is read there."""

@@ -16,6 +16,7 @@ from typing import Optional
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from .._autocast import library
 from .._autograd import below_autograd
@@ -40,8 +41,10 @@ def linear_gelu_tanh(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 def _is_plain(linear: nn.Module, x) -> bool:
     """Whether a layer is what `nn.Linear` makes of it, on a GPU with tensors of one half-precision
-    dtype, none of which has a gradient.
+    dtype, none of which has a gradient, of whichever mode.
     """
+    if forward_ad._current_level >= 0:
+        return False
     if type(linear) is not nn.Linear or "forward" in vars(linear) or listened_to(linear):
         return False
     if type(x) is not torch.Tensor or not _probe.is_on_gpu(x):
