@@ -39,6 +39,7 @@ from ._gates import is_gelu_tanh
 from ._norms import LAYER_NORM, is_norm
 from ._patch import Found, Match, marked, replacement_of
 from ._products import takes_parts
+from ._statements import Statements, bodies_of, counted, name_node
 
 # What replaced a norm, and whether it has a form with scale and shift.
 _RMS_NORM = "rms_norm ("
@@ -161,8 +162,8 @@ class _Fusion:
         self.whats: set[str] = set()
         self.fresh = 0
         self.modulated = gates
-        self.reads = _counted(definition)
-        bodies = [_Statements(self, body) for body in _bodies(definition.body)]
+        self.reads = counted(definition)
+        bodies = [_Statements(self, body) for body in bodies_of(definition.body)]
         self.bodies = {id(body.body): body for body in bodies}
         live = [body for body in bodies if next(_lines([body.body])) not in dead]
         for body in live:
@@ -199,14 +200,14 @@ class _Fusion:
             return None
         x = definition.args.args[1].arg
         returns = [node for node in ast.walk(definition) if isinstance(node, ast.Return)]
-        if len(returns) != 1 or returns[0].value is None or _counted(definition).get(x) != 1:
+        if len(returns) != 1 or returns[0].value is None or counted(definition).get(x) != 1:
             return None
         value = returns[0].value
         first = value.elts[0] if isinstance(value, ast.Tuple) else value
         normed, scale, shift = _patterns.modulation_of(first)
         if scale is None or getattr(normed, "id", None) != x or x in _source.changes(definition):
             return None
-        call = ast.Call(_name(x), [scale, shift or ast.Constant(None)], [])
+        call = ast.Call(name_node(x), [scale, shift or ast.Constant(None)], [])
         _source.Replaced(first, call).visit(definition)
         self.helpers[f"{_PREFIX}_{name}"] = _source.function_of(definition, {}, method)
         return value is not first
@@ -236,37 +237,12 @@ class _Fusion:
         return what == LAYER_NORM or (what.startswith(_RMS) and _UNROUNDED not in what)
 
 
-def _bodies(statements: list[ast.stmt]) -> Iterator[list[ast.stmt]]:
-    """This one and those of conditions inside, the innermost first.
-
-    Not those of loops: what is dead at the end of a body may be read at its start.
-    """
-    for statement in statements:
-        if isinstance(statement, ast.If):
-            yield from _bodies(statement.body)
-            yield from _bodies(statement.orelse)
-    if statements:
-        yield statements
-
-
-def _counted(tree: ast.AST) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            counts[node.id] = counts.get(node.id, 0) + 1
-    return counts
-
-
-class _Statements:
-    """The statements of one body; each becomes those of its slot."""
+class _Statements(Statements):
+    """Those of one body, and what is fused in them."""
 
     def __init__(self, fusion: _Fusion, statements: list[ast.stmt]):
+        super().__init__(statements, fusion.reads, fusion.self_name)
         self.fusion = fusion
-        self.body = statements
-        self.statements = list(statements)
-        self.slots = [[statement] for statement in statements]
-        self.changes = [_source.changes(statement) for statement in statements]
-        self.reads = [_counted(statement) for statement in statements]
 
     def fuse_norms(self) -> None:
         """Modulations first: the norms in them are not norms by themselves."""
@@ -288,14 +264,6 @@ class _Statements:
     def fuse_gates(self) -> None:
         for j in range(len(self.slots)):
             self._gate_of(j)
-
-    def finish(self) -> None:
-        self.body[:] = [s for slot in self.slots for s in slot] or [ast.Pass()]
-
-    def _set(self, j: int, *statements: ast.stmt) -> None:
-        self.slots[j] = list(statements)
-        self.changes[j] = set().union(*map(_source.changes, statements))
-        self.reads[j] = _counted(ast.Module(list(statements), []))
 
     def _norms_of(self, j: int, modulated: bool) -> None:
         seen: set[int] = set()  # parts of what is fused
@@ -329,8 +297,8 @@ class _Statements:
         # The norm's input gets its name: it may have another meaning by then, but no other value.
         if any(_source.mutates(s) & _source.loads(x) for s in self.statements[k + 1 :]):
             return
-        named = ast.Assign([_name(name, ast.Store())], x)
-        self._set(k, ast.copy_location(named, self.statements[k]))
+        named = ast.Assign([name_node(name, ast.Store())], x)
+        self.rewrite(k, ast.copy_location(named, self.statements[k]))
         for j, site in sites.values():
             self._fuse_alone(site, j)
 
@@ -344,32 +312,32 @@ class _Statements:
         owner = getattr(getattr(function, "value", None), "id", None)
         if not isinstance(function, ast.Attribute) or owner != self.fusion.self_name:
             return
-        k = self._only_definition(getattr(value.args[0], "id", ""), j)
+        k = self.only_definition(getattr(value.args[0], "id", ""), j)
         call = None if k is None else self._norm_set_by(k)
         if call is None or not self.fusion.modulates(call[0].attr):
             return
         (norm, x), more = call, self.fusion.modulating(function.attr)
-        if more is None or not self._may_move(x, range(k + 1, j)):
+        if more is None or not self.may_move(x, range(k + 1, j)):
             return
         total = self._sum_that_waits(x, k, j) if more else None
         target = statement.targets[0]
         if total is not None and isinstance(target, ast.Tuple):
             made = self._call("gated_modulation", norm, *self._parts_of(total))
-            both = ast.Tuple([target.elts[0], _name(x.id, ast.Store())], ast.Store())
+            both = ast.Tuple([target.elts[0], name_node(x.id, ast.Store())], ast.Store())
             target = ast.Tuple([both, *target.elts[1:]], ast.Store())
-            self._set(self._last_change(x.id, k))
+            self.rewrite(self.last_change(x.id, k))
             self.fusion.calls("gate_residual_ada_norm")
         else:
             made = self._call("modulation", norm, x)
             self.fusion.calls(self.fusion.modulated_form(norm.attr))
-        value = self._call(function.attr, _name(owner), made, *value.args[1:])
+        value = self._call(function.attr, name_node(owner), made, *value.args[1:])
         value.keywords = statement.value.keywords
-        self._set(k)
-        self._set(j, ast.copy_location(ast.Assign([target], value), statement))
+        self.rewrite(k)
+        self.rewrite(j, ast.copy_location(ast.Assign([target], value), statement))
 
     def _sum_that_waits(self, x: ast.expr, k: int, j: int) -> Optional[_patterns.Sum]:
         """What `x`, the input of the norm in statement k, is set to, if that can be done at j."""
-        i = self._last_change(x.id, k) if isinstance(x, ast.Name) else None
+        i = self.last_change(x.id, k) if isinstance(x, ast.Name) else None
         total = None if i is None else self._sum_set_by(i, x.id)
         if total is None or total.wide:
             return None
@@ -378,7 +346,7 @@ class _Statements:
         if any(read & self.changes[m] or x.id in self.reads[m] for m in others):
             return None
         calls = [n for part in total.terms for n in ast.walk(part) if isinstance(n, ast.Call)]
-        calls_self = any(self._calls_self(call) for call in calls)
+        calls_self = any(self.calls_self(call) for call in calls)
         return None if calls_self or x.id in self.reads[j] else total
 
     def _normed(self, node: ast.expr, j: int) -> Optional[_patterns.Normed]:
@@ -387,7 +355,7 @@ class _Statements:
         k = None
         call = self.fusion.norm_call(normed)
         if call is None and isinstance(normed, ast.Name) and normed is not node:
-            k = self._only_definition(normed.id, j)
+            k = self.only_definition(normed.id, j)
             call = None if k is None else self._norm_set_by(k)
         if call is None:
             return None
@@ -403,37 +371,11 @@ class _Statements:
             return None
         if k is None:
             return site
-        return site if self._may_move(x, range(k + 1, j)) else None
-
-    def _unchanged(self, names: set[str], where: range) -> bool:
-        return not any(names & self.changes[m] for m in where)
-
-    def _last_change(self, name: str, j: int) -> Optional[int]:
-        return next((i for i in reversed(range(j)) if name in self.changes[i]), None)
-
-    def _only_definition(self, name: str, j: int) -> Optional[int]:
-        """The statement that sets `name` to what statement j alone reads, once."""
-        k = self._last_change(name, j)
-        if k is None or _source.assigned(self.statements[k]) is None or not self.slots[k]:
-            return None
-        if any(name in self.reads[m] for m in range(k + 1, j)) or self.reads[j].get(name) != 1:
-            return None
-        return k if self._is_dead_after(name, j) else None
+        return site if self.may_move(x, range(k + 1, j)) else None
 
     def _norm_set_by(self, k: int) -> Optional[tuple[ast.expr, ast.expr]]:
         found = _source.assigned(self.statements[k])
         return None if found is None else self.fusion.norm_call(found[1])
-
-    def _is_dead_after(self, name: str, j: int) -> bool:
-        if _sets(self.statements[j], name):
-            return True
-        for m in range(j + 1, len(self.statements)):
-            if name in self.reads[m]:
-                return False
-            if _source.is_simple(self.statements[m]) and _sets(self.statements[m], name):
-                return True
-        here = sum(reads.get(name, 0) for reads in self.reads)
-        return self.fusion.reads.get(name, 0) == here
 
     # -- sums --
 
@@ -463,11 +405,11 @@ class _Statements:
         for residual, term in (pair, pair[::-1]):
             before, call = None, self.fusion.norm_call(term)
             if call is None and isinstance(term, ast.Name):
-                before = self._only_definition(term.id, i)
+                before = self.only_definition(term.id, i)
                 call = None if before is None else self._norm_set_by(before)
             if call is None or not self.fusion.norms[call[0].attr].startswith(_RMS_NORM):
                 continue
-            if before is None or self._may_move(call[1], range(before + 1, i)):
+            if before is None or self.may_move(call[1], range(before + 1, i)):
                 what = self.fusion.norms[call[0].attr]
                 return _patterns.NormedTerm(*call, residual, what, before)
         return None
@@ -476,11 +418,11 @@ class _Statements:
         """The factors of `x`, and the statement that multiplies them, if that is not i."""
         before = None
         if isinstance(x, ast.Name):
-            before = self._only_definition(x.id, i)
+            before = self.only_definition(x.id, i)
             if before is None:
                 return None, None
             x = self.statements[before].value
-            if not self._may_move(x, range(before + 1, i)):
+            if not self.may_move(x, range(before + 1, i)):
                 return None, None
         pair = _patterns.binary(x, ast.Mult)
         if pair is None or any(isinstance(side, ast.Constant) for side in pair):
@@ -488,16 +430,13 @@ class _Statements:
         # A modulation, of a norm that is none of ours, has no gate.
         return (None, None) if _patterns.scaled(x) is not None else (pair, before)
 
-    def _calls_self(self, node: ast.Call) -> bool:
-        return self.fusion.self_name in _source.loads(node.func)
-
     def _fuse_with_sum(self, site: _patterns.Normed, j: int) -> bool:
         if _patterns.binary(site.x, ast.Add) is not None:
             return self._fuse_inside(site, j)
         if not isinstance(site.x, ast.Name):
             return False
         name, start = site.x.id, j if site.before is None else site.before
-        i = self._last_change(name, start)
+        i = self.last_change(name, start)
         if i is not None and isinstance(self.statements[i], ast.If):
             return self._fuse_with_either(site, i, start, j)
         total = None if i is None else self._sum_set_by(i, name)
@@ -506,7 +445,7 @@ class _Statements:
         call = self._call_of_both(site, total)
         if call is None:
             return False
-        self._set(i, self._both(name, call, self.statements[i]))
+        self.rewrite(i, self._both(name, call, self.statements[i]))
         self._take(site, j)
         return True
 
@@ -514,8 +453,8 @@ class _Statements:
         """With `h = a + b`, and then `if ..: h = c + d`: in the branch, or else with the first."""
         name, condition = site.x.id, self.statements[m]
         inner = self.fusion.bodies.get(id(condition.body))
-        i = self._last_change(name, m)
-        q = None if inner is None else inner._last_change(name, len(inner.statements))
+        i = self.last_change(name, m)
+        q = None if inner is None else inner.last_change(name, len(inner.statements))
         if condition.orelse or i is None or q is None or self.slots[m] != [condition]:
             return False
         first, second = self._sum_set_by(i, name), inner._sum_set_by(q, name)
@@ -525,7 +464,7 @@ class _Statements:
         if not inner._norm_may_move(site, q, *[len(inner.statements)] * 2):
             return False
         between = range(i + 1, m)
-        waits = self._unchanged(first.reads, between) and name not in _source.loads(condition.test)
+        waits = self.unchanged(first.reads, between) and name not in _source.loads(condition.test)
         if not waits or any(name in self.reads[k] for k in between):
             return False
         if not self._norm_may_move(site, m, norm, j) or not self._norm_may_move(site, i, m, m):
@@ -537,10 +476,10 @@ class _Statements:
         if first.is_gated and self.fusion.modulated:
             gated = ast.copy_location(self._call("gated", first.residual, *first.factors), alone)
             alone = ast.copy_location(ast.Assign(alone.targets, gated), alone)
-        inner._set(q, self._both(name, calls[1], inner.statements[q]))
+        inner.rewrite(q, self._both(name, calls[1], inner.statements[q]))
         inner.slots[0].insert(0, alone)
         condition.orelse = [self._both(name, deepcopy(calls[0]), self.statements[i])]
-        self._set(i)
+        self.rewrite(i)
         self._take(site, j)
         return True
 
@@ -554,29 +493,23 @@ class _Statements:
     def _norm_may_move(self, site: _patterns.Normed, i: int, norm: int, j: int) -> bool:
         """Up from statement `norm`, and its modulation from j, to statement i, the sum's."""
         modulation = [part for part in (site.scale, site.shift) if part is not None]
-        return self._unchanged({site.x.id}, range(i + 1, norm)) and all(
-            self._may_move(part, range(i, j)) for part in modulation
+        return self.unchanged({site.x.id}, range(i + 1, norm)) and all(
+            self.may_move(part, range(i, j)) for part in modulation
         )
 
     def _both(self, name: str, call: ast.expr, where: ast.stmt) -> ast.stmt:
         """`normed, name = call`"""
         names = [
-            _name(f"{_PREFIX}_normed_{self.fusion.fresh}", ast.Store()),
-            _name(name, ast.Store()),
+            name_node(f"{_PREFIX}_normed_{self.fusion.fresh}", ast.Store()),
+            name_node(name, ast.Store()),
         ]
         assign = ast.Assign([ast.Tuple(names, ast.Store())], call)
         return ast.fix_missing_locations(ast.copy_location(assign, where))
 
     def _take(self, site: _patterns.Normed, j: int) -> None:
         """What `_both` has set, in the place of the norm."""
-        self._put(site, j, _name(f"{_PREFIX}_normed_{self.fusion.fresh}"))
+        self._put(site, j, name_node(f"{_PREFIX}_normed_{self.fusion.fresh}"))
         self.fusion.fresh += 1
-
-    def _may_move(self, node: ast.expr, where: range) -> bool:
-        calls = (n for n in ast.walk(node) if isinstance(n, ast.Call))
-        if where and any(self._calls_self(call) for call in calls):
-            return False
-        return self._unchanged(_source.loads(node), where)
 
     def _call_of_both(self, site: _patterns.Normed, total: _patterns.Sum) -> Optional[ast.expr]:
         layer = self.fusion.norms[site.name] == LAYER_NORM
@@ -595,14 +528,14 @@ class _Statements:
 
     def _norm_add_norm(self, site: _patterns.Normed, normed: _patterns.NormedTerm) -> ast.expr:
         if normed.before is not None:
-            self._set(normed.before)
+            self.rewrite(normed.before)
         self.fusion.whats.add("rms_norm_add_rms_norm")
         return self._call("norm_add_norm", normed.norm, normed.x, normed.residual, site.norm)
 
     def _parts_of(self, total: _patterns.Sum) -> tuple[Optional[ast.expr], ...]:
         """The residual, x and the gate or None; a statement of the product alone is dropped."""
         if total.before is not None:
-            self._set(total.before)
+            self.rewrite(total.before)
         return (total.residual, *total.factors, *[None] * (2 - len(total.factors)))
 
     def _fuse_inside(self, site: _patterns.Normed, j: int) -> bool:
@@ -622,7 +555,7 @@ class _Statements:
         self._put(site, j, call)
 
     def _put(self, site: _patterns.Normed, j: int, new: ast.expr) -> None:
-        self._replace(site.node, j, new, site.before)
+        self.replace(site.node, j, new, site.before)
 
     # -- what is next to linear layers --
 
@@ -635,12 +568,12 @@ class _Statements:
             return False
         (gelu, x), k = call, None
         if isinstance(x, ast.Name):
-            k = self._only_definition(x.id, j)
+            k = self.only_definition(x.id, j)
             x = None if k != j - 1 else self.statements[k].value
         inner = None if x is None else self.fusion.call_of(x, self.fusion.children.linears)
         if inner is None:
             return False
-        self._replace(node, j, self._call("gelu_of", gelu, *inner), k)
+        self.replace(node, j, self._call("gelu_of", gelu, *inner), k)
         self.fusion.whats.add(_GELU)
         return True
 
@@ -650,24 +583,18 @@ class _Statements:
             return False
         (linear, x), k = call, None
         if isinstance(x, ast.Name):
-            k = self._only_definition(x.id, j)
+            k = self.only_definition(x.id, j)
             x = None if k is None else self.statements[k].value
-            if x is None or not self._may_move(x, range(k + 1, j)):
+            if x is None or not self.may_move(x, range(k + 1, j)):
                 return False
         found = _patterns.concatenation(x)
         if found is None:
             return False
         parts, dim = found
         call = self._call("linear_of", linear, ast.Tuple(parts, ast.Load()), dim)
-        self._replace(node, j, call, k)
+        self.replace(node, j, call, k)
         self.fusion.whats.add(_PARTS)
         return True
-
-    def _replace(self, node: ast.expr, j: int, new: ast.expr, before: Optional[int]) -> None:
-        """In statement j; another one set what is read there."""
-        if before is not None:
-            self._set(before)
-        self._set(j, _source.Replaced(node, new).visit(self.statements[j]))
 
     # -- what is left of gates --
 
@@ -682,19 +609,8 @@ class _Statements:
             call = self._call("gated", *self._parts_of(total))
             self.fusion.whats = self.fusion.whats or {_GATE}
             statement.value = ast.copy_location(call, statement.value)
-            self._set(j, statement)
+            self.rewrite(j, statement)
 
     def _call(self, helper: str, *arguments: Optional[ast.expr]) -> ast.expr:
         given = [ast.Constant(None) if a is None else a for a in arguments]
-        return ast.Call(_name(f"{_PREFIX}_{helper}"), given, [])
-
-
-def _name(name: str, context: Optional[ast.expr_context] = None) -> ast.Name:
-    return ast.Name(name, context or ast.Load())
-
-
-def _sets(statement: ast.stmt, name: str) -> bool:
-    """Whether an assignment sets the name itself."""
-    targets = statement.targets if isinstance(statement, ast.Assign) else ()
-    parts = (part for t in targets for part in getattr(t, "elts", (t,)))
-    return any(isinstance(part, ast.Name) and part.id == name for part in parts)
+        return ast.Call(name_node(f"{_PREFIX}_{helper}"), given, [])
