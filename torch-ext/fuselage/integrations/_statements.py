@@ -85,6 +85,18 @@ class Statements:
             return None
         return k if self.is_dead_after(name, j) else None
 
+    def inlined(self, x: ast.expr, j: int) -> tuple[Optional[ast.expr], Optional[int]]:
+        """What statement j reads as `x`, and the statement that sets it, if that is another one,
+        which it may take from there; None where it may not.
+        """
+        if not isinstance(x, ast.Name):
+            return x, None
+        k = self.only_definition(x.id, j)
+        value = None if k is None else self.statements[k].value
+        if value is None or not self.may_move(value, range(k + 1, j)):
+            return None, None
+        return value, k
+
     def is_dead_after(self, name: str, j: int) -> bool:
         if _sets(self.statements[j], name):
             return True
