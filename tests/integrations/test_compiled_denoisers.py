@@ -47,7 +47,7 @@ def test_norms_of_wide_rows(fuselage, device, on_gpu, heads):
         "temb": torch.randn(1, dim, device=device),
         "image_rotary_emb": (angles.cos(), angles.sin()),
     }
-    expected = {"apply_rotary": 2} if on_gpu else {}
+    expected = {"qk_norm_rotary": 1} if on_gpu else {}
     if on_gpu and dim > 1024:
         expected["ada_norm"] = 1
     assert_calls(fuselage, block, inputs, expected)
@@ -68,7 +68,7 @@ def test_complex_numbers(fuselage, device, on_gpu):
         "temb": torch.randn(1, 64, device=device),
         "image_rotary_emb": (turns[:8], turns[8:]),
     }
-    assert_calls(fuselage, block, inputs, {"apply_rotary": 4} if on_gpu else {})
+    assert_calls(fuselage, block, inputs, {"qk_norm_rotary": 2} if on_gpu else {})
 
 
 def test_two_tables(fuselage, device, on_gpu):
@@ -91,4 +91,4 @@ def test_two_tables(fuselage, device, on_gpu):
         "hidden_states": torch.randn(1, 8, 64, device=device),
         "rotary_emb": (angles.cos(), angles.sin()),
     }
-    assert_calls(fuselage, First(), inputs, {"apply_rotary": 2} if on_gpu else {})
+    assert_calls(fuselage, First(), inputs, {"apply_rotary": 1} if on_gpu else {})

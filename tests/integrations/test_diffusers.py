@@ -115,18 +115,25 @@ TRANSFORMERS = {
     ltx: {
         "ada_norm": 2,
         "gate_residual_ada_norm": 2,
-        "rms_norm": 8,
+        "rms_norm": 4,
         "activation": 2,
-        "apply_rotary": 4,
+        "rotations": 2,
     },
     flux: {
         "ada_norm": 6,
         "gate_residual_ada_norm": 4,
-        "rms_norm": 10,
+        "rms_norm": 8,
         "activation": 4,
-        "apply_rotary": 6,
+        "apply_rotary": 2,
+        "qk_norm_rotary": 1,
     },
-    wan: {"ada_norm": 2, "gate_residual_ada_norm": 2, "rms_norm": 8, "activation": 2},
+    wan: {
+        "ada_norm": 2,
+        "gate_residual_ada_norm": 2,
+        "rms_norm": 8,
+        "activation": 2,
+        "apply_rotary": 2,
+    },
     sd3: {"ada_norm": 8, "gate_residual_ada_norm": 5, "rms_norm": 14, "activation": 5},
 }
 each_transformer = pytest.mark.parametrize("make", TRANSFORMERS, ids=lambda make: make.__name__)
@@ -154,6 +161,7 @@ def output(model: nn.Module, inputs: dict, dtype: torch.dtype = torch.float32) -
 
 
 def expect(counts, make) -> None:
+    counts["rotations"] = counts["apply_rotary"] + counts["qk_norm_rotary"]
     for name, least in TRANSFORMERS[make].items():
         assert counts[name] >= least, (name, counts)
 

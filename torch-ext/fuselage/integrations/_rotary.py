@@ -20,6 +20,7 @@ from ._norms import eps_of
 from ._patch import Found, Match, listened_to, marked, replacement_of
 
 WHAT = "apply_rotary"
+NORM_AND_ROTARY = "qk_norm_rotary"
 
 
 def rebound(function: Callable, name: str, value: object) -> Callable:
@@ -175,7 +176,7 @@ def _rotary(original: Callable, form: _Form) -> Callable:
         return apply_rotary(*heads, *tables, **options)
 
     def norm_and_rotate(q_norm, k_norm, q, k, *args, **kwargs):
-        found, rounding = known((q, k, *args), kwargs), _rounding_of(q_norm, k_norm, q)
+        found, rounding = known((q, k, *args), kwargs), rounding_of(q_norm, k_norm, q)
         if found is None or rounding is None:
             return apply_rotary_pos_emb(q_norm(q), k_norm(k), *args, **kwargs)
         heads, tables, options = found
@@ -215,20 +216,19 @@ def _known_case(form, q=None, k=None, cos=None, sin=None, unsqueeze_dim=1, **oth
 
 # Norms of queries and keys before them: the two become one pass.
 
-_NORM_AND_ROTARY = "qk_norm_rotary"
 _HELPER = "fuselage_norm_and_rotate"
 
 
 def recognise_norm_and_rotary(module: torch.nn.Module) -> Found:
     """Attention that is ours by now, and normalises queries and keys right before it rotates."""
-    if replacement_of(module) not in (WHAT, _NORM_AND_ROTARY):
+    if replacement_of(module) not in (WHAT, NORM_AND_ROTARY):
         return None
     forward = type(module).forward
     if _NAME not in getattr(getattr(forward, "__code__", None), "co_names", ()):
         return None
     norms = [name for name, child in module._modules.items() if _is_rms(child)]
     function = _norm_and_rotary_forward(forward, frozenset(norms)) if len(norms) > 1 else None
-    return None if function is None else Match(_NORM_AND_ROTARY, function)
+    return None if function is None else Match(NORM_AND_ROTARY, function)
 
 
 def _is_rms(child: Optional[torch.nn.Module]) -> bool:
@@ -259,7 +259,7 @@ def _norm_and_rotary_forward(forward: Callable, norms: frozenset[str]) -> Option
         [norm.func for _, norm, _ in found] + call.args,
     )
     function = _source.function_of(definition, {_HELPER: ours.norm_and_rotate}, forward)
-    return marked(_NORM_AND_ROTARY, function)
+    return marked(NORM_AND_ROTARY, function)
 
 
 def _normed_before(
@@ -284,7 +284,7 @@ def _normed_before(
     return (i, node, node.args[0]) if len(node.args) == 1 and not node.keywords else None
 
 
-def _rounding_of(q_norm: torch.nn.Module, k_norm: torch.nn.Module, q) -> Optional[dict]:
+def rounding_of(q_norm: torch.nn.Module, k_norm: torch.nn.Module, q) -> Optional[dict]:
     """The options of `qk_norm_rotary` for two norms of ours; None if it has none for them."""
     what = replacement_of(q_norm)
     if what is None or what not in _ROUNDINGS or what != replacement_of(k_norm):

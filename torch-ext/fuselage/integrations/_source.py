@@ -59,13 +59,19 @@ def _compiled(definition: ast.FunctionDef, cells: Iterable[str], like: Callable)
     outer = ast.parse("def outer(): pass").body[0]
     outer.args.args, outer.body = parameters, [bare]
     # A method of a name that was imported is called by other instructions (Python 3.11).
-    names = _imported(like.__code__.co_filename).intersection(like.__code__.co_names)
+    names = _imported(like.__code__.co_filename) & _global_names(like.__code__)
     imports = [ast.Import([ast.alias(name)]) for name in names]
     module = ast.fix_missing_locations(ast.Module([*imports, outer], []))
     # The defaults and the annotations are those of the original; here they need only compile.
     flags = like.__code__.co_flags & _FUTURE
     code = compile(module, like.__code__.co_filename, "exec", flags, dont_inherit=True)
     return _inner(_inner(code))
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    """That it and the functions inside use, attributes among them."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*map(_global_names, inner))
 
 
 @cache
@@ -181,7 +187,7 @@ def evaluated_once(statement: ast.stmt) -> Iterator[ast.expr]:
             stack += [n for n in ast.iter_child_nodes(node) if not isinstance(n, _CONDITIONAL)]
 
 
-# Of a condition that the attributes of a module decide.
+# Of a condition on names and attributes, which is the same wherever it is asked.
 _STATIC = (
     *(ast.Name, ast.Attribute, ast.Constant, ast.Load, ast.UnaryOp, ast.Not, ast.BoolOp, ast.And),
     *(ast.Or, ast.Compare, ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn),
@@ -189,19 +195,23 @@ _STATIC = (
 )
 
 
+def is_static(test: ast.expr) -> bool:
+    return all(isinstance(part, _STATIC) for part in ast.walk(test))
+
+
 def dead(definition: ast.FunctionDef, module: object) -> list[list[ast.stmt]]:
     """The bodies of conditions that do not run as the attributes of `module` are."""
     name, found = definition.args.args[0].arg, []
     for node in ast.walk(definition):
-        if isinstance(node, ast.If) and (truth := _truth(node.test, name, module)) is not None:
-            found.append(node.orelse if truth else node.body)
+        if isinstance(node, ast.If) and (answer := truth(node.test, name, module)) is not None:
+            found.append(node.orelse if answer else node.body)
     inner = [n for body in found for s in body for n in ast.walk(s) if isinstance(n, ast.If)]
     return found + [body for node in inner for body in (node.body, node.orelse)]
 
 
-def _truth(test: ast.expr, name: str, module: object) -> Optional[bool]:
+def truth(test: ast.expr, name: str, module: object) -> Optional[bool]:
     """Of a condition on the attributes of `name` alone; None if it is another one."""
-    if loads(test) != {name} or not all(isinstance(part, _STATIC) for part in ast.walk(test)):
+    if loads(test) != {name} or not is_static(test):
         return None
     try:
         return bool(eval(compile(ast.Expression(test), "<condition>", "eval"), {name: module}))
