@@ -433,7 +433,8 @@ namespace gpu {
 
 int64_t qk_norm_rotary_max_dim(const RotaryShape& shape) { return qk_norm_max_dim(shape); }
 
-const char* qk_norm_rotary(const QkNormRotary& p, int device, void* stream) {
+const char* qk_norm_rotary(const QkNormRotary& call, int device, void* stream) {
+  const QkNormRotary p = by_position(call, &QkNormRotarySide::x, &QkNormRotarySide::out);
   const QkNormForwardPolicy policy =
       qk_norm_forward_policy(device_info(device), p.shape, p.q.heads, p.k.heads);
   const int64_t tokens = p.shape.batch * p.shape.tokens;
@@ -462,7 +463,10 @@ int64_t qk_norm_rotary_backward_partials(const QkNormRotaryBackward& p, int devi
   return qk_norm_backward_policy(device_info(device), p.shape, p.q.heads, p.k.heads).blocks;
 }
 
-const char* qk_norm_rotary_backward(const QkNormRotaryBackward& p, int device, void* raw_stream) {
+const char* qk_norm_rotary_backward(const QkNormRotaryBackward& call, int device,
+                                    void* raw_stream) {
+  using Side = QkNormRotaryBackwardSide;
+  const QkNormRotaryBackward p = by_position(call, &Side::grad_out, &Side::x, &Side::grad_x);
   const gpuStream stream = static_cast<gpuStream>(raw_stream);
   const QkNormBackwardPolicy policy =
       qk_norm_backward_policy(device_info(device), p.shape, p.q.heads, p.k.heads);

@@ -75,7 +75,8 @@ __global__ void __launch_bounds__(kRotaryThreads, kAligned ? 3 : 1)
 
 namespace gpu {
 
-const char* rotary(const Rotary& p, int device, void* stream) {
+const char* rotary(const Rotary& call, int device, void* stream) {
+  const Rotary p = by_position(call, &RotarySide::x, &RotarySide::out);
   // Halves of an even size that is no multiple of four, as those of a head of 100, have vectors of
   // two.
   const bool whole = is_aligned(p, kRotaryVector);

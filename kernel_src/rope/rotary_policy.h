@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "common/alignment.h"
 #include "common/launch_policy.h"
@@ -40,6 +41,32 @@ inline bool is_aligned(const Rotary& p, int vector) {
            (aligned_heads(s.x, p.shape, vector) && aligned_heads(s.out, p.shape, vector));
   };
   return aligned_shape(p.shape, vector) && aligned_table(p.table, vector) && side(p.q) && side(p.k);
+}
+
+// The order of tokens. Where a row of the tables is long beside the heads that it rotates, as of
+// heads that are not split yet, and all sequences share it, the tokens of a position follow each
+// other: sequences and tokens change places, and the row is read from memory once.
+template <typename P>
+bool has_long_shared_rows(const P& p) {
+  const RotaryTable& table = p.table;
+  const bool shared = table.positions == nullptr && table.step == 1 &&
+                      table.cos_batch_stride == 0 && table.sin_batch_stride == 0;
+  const int64_t columns = table.half_width ? p.shape.rotary_dim / 2 : p.shape.rotary_dim;
+  const int64_t heads = (p.q.heads + p.k.heads) * p.shape.dim * dtype_size(p.shape.dtype);
+  return shared && p.shape.batch > 1 && 2 * columns * dtype_size(table.dtype) * 4 >= heads;
+}
+
+template <typename P, typename... Each>
+P by_position(P p, Each... heads_of_side) {
+  if (!has_long_shared_rows(p)) return p;
+  const auto exchange = [](Heads& heads) { std::swap(heads.batch_stride, heads.token_stride); };
+  (exchange(p.q.*heads_of_side), ...);
+  (exchange(p.k.*heads_of_side), ...);
+  std::swap(p.shape.batch, p.shape.tokens);
+  p.table.cos_batch_stride = p.table.cos_stride;
+  p.table.sin_batch_stride = p.table.sin_stride;
+  p.table.step = 0;
+  return p;
 }
 
 // Elements of a vector of apply_rotary, of any type. More in half precision would be fewer
