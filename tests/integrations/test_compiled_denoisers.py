@@ -92,3 +92,17 @@ def test_two_tables(fuselage, device, on_gpu):
         "rotary_emb": (angles.cos(), angles.sin()),
     }
     assert_calls(fuselage, First(), inputs, {"apply_rotary": 1} if on_gpu else {})
+
+
+def test_group_norms(fuselage, device, on_gpu):
+    """The decoder of an autoencoder: all of its norms, with the SiLU after them."""
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    sizes = {"block_out_channels": (16, 32), "norm_num_groups": 8, "layers_per_block": 1}
+    blocks = {"up_block_types": ("UpDecoderBlock2D",) * 2}
+    decoder = AutoencoderKL(**sizes, **blocks, down_block_types=("DownEncoderBlock2D",) * 2).decoder
+    norms = sum(isinstance(module, nn.GroupNorm) for module in decoder.modules())
+    inputs = {"sample": torch.randn(2, 4, 8, 8, device=device)}
+    expected = {"group_norm": norms} if on_gpu else {}
+    assert_calls(fuselage, decoder.to(device).eval(), inputs, expected)

@@ -36,7 +36,7 @@ def group_norm_act(norm: torch.nn.Module, act: torch.nn.Module, x):
         return act(norm(x))
     weight, bias = norm.weight, norm.bias
     if (
-        not taken(x, weight)
+        not taken(x, weight, compiled=True)
         or _probe.autocasts(x)
         or x.dim() < 3
         or x.shape[1] != norm.num_channels

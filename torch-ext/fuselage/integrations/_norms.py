@@ -196,10 +196,12 @@ def named(function: Callable, *names: str) -> Callable:
     return function
 
 
-def taken(x: torch.Tensor, weight: Optional[torch.Tensor]) -> bool:
-    """Whether the operators take these; the module's own forward runs on others."""
+def taken(x: torch.Tensor, weight: Optional[torch.Tensor], compiled: bool = False) -> bool:
+    """Whether the operators take these; the module's own forward runs on others. `compiled`: as
+    that of `_probe.taken`.
+    """
     fits = weight is None or weight.dtype == x.dtype or weight.dtype == torch.float32
-    return fits and _probe.taken(x)
+    return fits and _probe.taken(x, compiled)
 
 
 def eps_of(norm: torch.nn.Module) -> float:
