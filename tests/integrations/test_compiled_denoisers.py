@@ -94,15 +94,60 @@ def test_two_tables(fuselage, device, on_gpu):
     assert_calls(fuselage, First(), inputs, {"apply_rotary": 1} if on_gpu else {})
 
 
-def test_group_norms(fuselage, device, on_gpu):
-    """The decoder of an autoencoder: all of its norms, with the SiLU after them."""
+@pytest.fixture
+def large_group(fuselage, monkeypatch) -> int:
+    """Elements of a group from which on the compiler's norms are slower, in any order."""
+    module = importlib.import_module(f"{fuselage.integrations.__name__}._group_norms")
+    monkeypatch.setattr(module, "_LARGE_GROUP", 64)
+    return 64
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_group_norms_of_an_autoencoder(fuselage, device, on_gpu, large_group, monkeypatch, order):
+    """All of them, with the SiLU after them."""
     from diffusers import AutoencoderKL
 
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
     sizes = {"block_out_channels": (16, 32), "norm_num_groups": 8, "layers_per_block": 1}
     blocks = {"up_block_types": ("UpDecoderBlock2D",) * 2}
     decoder = AutoencoderKL(**sizes, **blocks, down_block_types=("DownEncoderBlock2D",) * 2).decoder
+    decoder = decoder.to(device, memory_format=order).eval()
+    x = torch.randn(2, 4, 8, 8, device=device).to(memory_format=order)
     norms = sum(isinstance(module, nn.GroupNorm) for module in decoder.modules())
-    inputs = {"sample": torch.randn(2, 4, 8, 8, device=device)}
-    expected = {"group_norm": norms} if on_gpu else {}
-    assert_calls(fuselage, decoder.to(device).eval(), inputs, expected)
+    assert_calls(fuselage, decoder, {"sample": x}, {"group_norm": norms} if on_gpu else {})
+
+
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize("width", [8, 4])
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_small_groups(fuselage, device, on_gpu, large_group, order, width, silu):
+    """Are the compiler's, if channels come last."""
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act = nn.GroupNorm(4, 8), nn.SiLU()
+
+        def forward(self, x):
+            h = self.norm(x)
+            return (self.act(h) if silu else h,)
+
+    x = torch.randn(2, 8, 4, width, device=device).to(memory_format=order)
+    ours = on_gpu and (order is torch.contiguous_format or 2 * 4 * width >= large_group)
+    assert_calls(fuselage, Normed().to(device), {"x": x}, {"group_norm": 1} if ours else {})
+
+
+def test_group_norms_of_sizes_that_change(fuselage, device, on_gpu, large_group):
+    """Nothing is asked of them."""
+    norm = nn.GroupNorm(4, 8).to(device)
+    fuselage.integrations.diffusers.patch(norm)
+    graphs = torch._dynamo.testing.CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(norm, fullgraph=True, backend=graphs)
+    with torch.no_grad():
+        for width in (16, 3, 32):
+            x = torch.randn(2, 8, 8, width, device=device).to(memory_format=torch.channels_last)
+            torch._dynamo.mark_dynamic(x, 3)
+            assert_close(compiled(x), norm(x))
+    assert graphs.frame_count == 1
