@@ -32,7 +32,7 @@ def test_it_verifies_times_and_writes(main, tmp_path, capsys):
     names = ["llama-prefill", "llama-decode", "llama-training", "bert", "modernbert"]
     if find_spec("diffusers"):
         names += ["ltx-video", "flux", "flux2", "qwen-image", "wan"]
-        names += ["sdxl-vae", "flux-vae-channels-last"]
+        names += ["sdxl-unet", "sdxl-vae", "flux-vae-channels-last"]
     path = tmp_path / "results.json"
     options = [*OPTIONS, "--output", str(path)]
     assert main(options + [option for name in names for option in ("--only", name)]) == 0

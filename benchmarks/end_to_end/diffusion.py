@@ -1,5 +1,5 @@
-"""Transformers of image and video models, of which one step of denoising is timed, and decoders of
-autoencoders.
+"""Transformers and UNets of image and video models, of which one step of denoising is timed, and
+decoders of autoencoders.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Denoiser:
         small: What differs in a small model.
         layers: The arguments that say how many blocks there are.
         steps: Of one sample, which is what the table gives; one: a step by itself.
+        whole: Whether it is compiled whole, as a UNet, whose blocks differ.
     """
 
     title: str
@@ -32,6 +33,7 @@ class Denoiser:
     layers: tuple[str, ...] = ("num_layers",)
     steps: int = 1
     sizes: dict = field(default_factory=dict)
+    whole: bool = False
 
 
 def _grid(*sizes: int) -> torch.Tensor:
@@ -99,6 +101,33 @@ def _wan_inputs(quick: bool) -> dict:
     }
 
 
+def _sdxl_inputs(quick: bool) -> dict:
+    """Of two samples: with guidance."""
+    side, text, columns, pooled = (8, 5, 32, 8) if quick else (128, 77, 2048, 1280)
+    return {
+        "sample": torch.randn(2, 4, side, side),
+        "timestep": torch.full((2,), 500.0),
+        "encoder_hidden_states": torch.randn(2, text, columns),
+        "added_cond_kwargs": {
+            "text_embeds": torch.randn(2, pooled),
+            "time_ids": torch.full((2, 6), 1024.0),
+        },
+    }
+
+
+_SDXL = {
+    "sample_size": 128,
+    "block_out_channels": (320, 640, 1280),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "attention_head_dim": (5, 10, 20),  # how many heads there are
+    "transformer_layers_per_block": (1, 2, 10),
+    "cross_attention_dim": 2048,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 1280 + 6 * 256,
+}
 _HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
 _IMAGE = {**_HEADS, "joint_attention_dim": 32, "num_layers": 2}
 _STREAMS = ("num_layers", "num_single_layers")
@@ -138,6 +167,24 @@ DENOISERS = {
         _wan_inputs,
         {**_HEADS, "text_dim": 32, "ffn_dim": 64, "num_layers": 2},
     ),
+    "sdxl-unet": Denoiser(
+        "SDXL's UNet: one step of 1024x1024, with guidance (batch 2)",
+        "UNet2DConditionModel",
+        _sdxl_inputs,
+        {
+            "sample_size": 8,
+            "block_out_channels": (32, 32, 64),
+            "attention_head_dim": (2, 2, 4),
+            "transformer_layers_per_block": 1,
+            "cross_attention_dim": 32,
+            "norm_num_groups": 8,
+            "addition_time_embed_dim": 4,
+            "projection_class_embeddings_input_dim": 8 + 6 * 4,
+        },
+        layers=(),
+        sizes=_SDXL,
+        whole=True,
+    ),
 }
 
 
@@ -150,14 +197,14 @@ def denoising(
     kind: str,
     float8: bool = False,
 ) -> Scenario:
-    """A step of the transformer alone, without text encoder and autoencoder."""
+    """A step of the denoiser alone, without text encoder and autoencoder."""
     import diffusers
 
     denoiser = DENOISERS[kind]
     make = getattr(diffusers, denoiser.name)
     sizes = {**denoiser.sizes, **(denoiser.small if quick else {})}
     notes = []
-    if layers is not None:
+    if layers is not None and denoiser.layers:
         sizes |= dict.fromkeys(denoiser.layers, layers)
         notes.append(f"{layers} layers of each kind")
     dtype = torch.float32 if quick or exact else torch.bfloat16
@@ -176,15 +223,17 @@ def denoising(
         else f"{model_name}, {'fp32' if exact else 'bf16'}:{made}"
     )
     blocks = [m for m in model.modules() if type(m).__name__ in model._repeated_blocks]
+    compiled = compiled_whole(model) if denoiser.whole else compiled_blocks(blocks, model)
+    how = "compiled whole" if denoiser.whole else BLOCKS_NOTE
     return Scenario(
         title=title,
         model=model,
         step=step,
         outputs=lambda call: (step(call),),
-        compiled=compiled_blocks(blocks, model),
+        compiled=compiled,
         integration="diffusers",
         per_sample=denoiser.steps,
-        notes=[*notes, BLOCKS_NOTE, "the transformer alone: no text encoder, no autoencoder"],
+        notes=[*notes, how, "the denoiser alone: no text encoder, no autoencoder"],
         **(FLOAT8 if float8 else {}),
     )
 
