@@ -14,6 +14,7 @@
 #include "common/float8.h"
 #include "common/quant.h"
 #include "common/quant_math.h"
+#include "common/reduce.h"
 #include "common/row_vectors.h"
 
 namespace fuselage {
@@ -35,26 +36,40 @@ __device__ __forceinline__ V opaque(V value) {
 // ---- the largest |x| ----
 
 // What keys of |x| have in their upper bits: all of a float32, or the 16 of half precision, below
-// which there is noise.
-template <typename T, int N>
-__device__ __forceinline__ uint32_t key_of(const Vector<T, N>& vector) {
-  uint32_t key = 0;
+// which there is noise. `keys`, of many vectors, may be two numbers of half precision side by side:
+// there is an instruction for three such words. key_of takes the larger one.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  // Two numbers of half precision side by side, and three such pairs an instruction.
-  if constexpr (sizeof(T) == 2 && Vector<T, N>::kWords % 2 == 0) {
+template <typename T>
+constexpr bool kPairsOfKeys = sizeof(T) == 2;
+#else
+template <typename T>
+constexpr bool kPairsOfKeys = false;
+#endif
+
+// The larger ones of `keys` and those of a vector.
+template <typename T, int N>
+__device__ __forceinline__ uint32_t larger_keys(uint32_t keys, const Vector<T, N>& vector) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kPairsOfKeys<T>) {
+    static_assert(Vector<T, N>::kWords % 2 == 0, "two words an instruction");
 #pragma unroll
     for (int i = 0; i < Vector<T, N>::kWords; i += 2)
-      key = __vimax3_u16x2(key, vector.words[i] & 0x7fff7fffu, vector.words[i + 1] & 0x7fff7fffu);
-    return max(key, key << 16);
+      keys = __vimax3_u16x2(keys, vector.words[i] & 0x7fff7fffu, vector.words[i + 1] & 0x7fff7fffu);
+    return keys;
   }
 #endif
 #pragma unroll
   for (int i = 0; i < Vector<T, N>::kWords; ++i) {
     const uint32_t word = vector.words[i];
-    key = max(key, word & 0x7fffffffu);
-    if constexpr (sizeof(T) == 2) key = max(key, word << 16 & 0x7fffffffu);
+    keys = max(keys, word & 0x7fffffffu);
+    if constexpr (sizeof(T) == 2) keys = max(keys, word << 16 & 0x7fffffffu);
   }
-  return key;
+  return keys;
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t key_of(uint32_t keys) {
+  return kPairsOfKeys<T> ? max(keys, keys << 16) : keys;
 }
 
 template <bool kTyped, typename T>
@@ -79,15 +94,30 @@ __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t key, int width) {
 // Over the threads of a row, which is a warp or less, or the block.
 __device__ __forceinline__ uint32_t largest_of_row(uint32_t key, uint32_t (&warps)[kWarpSize]) {
   const int threads = static_cast<int>(blockDim.x);
-  key = largest_of_lanes<kWarpSize>(key, threads);
-  if (threads <= kWarpSize) return key;
+  if (threads < kWarpSize) return largest_of_lanes<kWarpSize / 2>(key, threads);
+  key = highest_of_warp(key);
+  if (threads == kWarpSize) return key;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (lane == 0) warps[threadIdx.x / kWarpSize] = key;
   __syncthreads();
-  return largest_of_lanes<kWarpSize>(lane < threads / kWarpSize ? warps[lane] : 0, kWarpSize);
+  return highest_of_warp(lane < threads / kWarpSize ? warps[lane] : 0);
 }
 
 // ---- quotients ----
+
+// Cuts off what lies out of range, which a quotient could not hold. NaN stays.
+template <int N>
+__device__ __forceinline__ void cut_off(float (&values)[N], float bound) {
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    values[k] = values[k] > bound ? bound : values[k];
+    values[k] = values[k] < -bound ? -bound : values[k];
+  }
+}
+
+// 2^-64 and 2^64: scales in between need no factor.
+constexpr float kSmallestUsualScale = 5.421010862e-20f,
+                kLargestUsualScale = 18446744073709551616.0f;
 
 // x / scale, rounded once, for many x: 5 instructions where a division is about 9 and a branch.
 //
@@ -97,43 +127,79 @@ __device__ __forceinline__ uint32_t largest_of_row(uint32_t key, uint32_t (&warp
 // very large nor very small, so both may be multiplied by a power of two.
 struct ScaleDivisor {
   float scale, reciprocal, rest, factor;
+  float bound;  // of a given scale, beyond which the dividend is out of range; or infinity
 
-  __device__ __forceinline__ explicit ScaleDivisor(float by) {
+  __device__ __forceinline__ ScaleDivisor(const QuantForward& p, float by) {
     const float size = fabsf(by);
-    factor = size < 5.421010862e-20f          ? 18446744073709551616.0f  // 2^-64, 2^64
-             : size > 18446744073709551616.0f ? 5.421010862e-20f
-                                              : 1.0f;
+    factor = size < kSmallestUsualScale  ? kLargestUsualScale
+             : size > kLargestUsualScale ? kSmallestUsualScale
+                                         : 1.0f;
     scale = by * factor;
     reciprocal = 1.0f / scale;
     rest = fmaf(-scale, reciprocal, 1.0f) * reciprocal;
     // Of infinity: zeros of the sign of x, and NaN of infinities.
     if (isinf(by)) scale = reciprocal = rest = 0.0f;
+    // A number, so that infinite x are cut off. But infinity over infinity is NaN.
+    bound = p.given_scale == nullptr || isinf(by) ? INFINITY : 2.0f * p.limit * fabsf(scale);
   }
-  // |x| is no larger than what the scale was made of, or twice that. A zero may have any sign.
+  // |x| is no larger than what the scale was made of, or twice that.
   __device__ __forceinline__ float quotient(float x) const {
     const float first = fmaf(x, reciprocal, x * rest);
     const float remainder = fmaf(-first, scale, x);
-    return fmaf(remainder, reciprocal, first);
+    return copysignf(fmaf(remainder, reciprocal, first), x * reciprocal);
+  }
+  template <int N>
+  __device__ __forceinline__ void divide(float (&values)[N]) const {
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] *= factor;
+    if (bound < INFINITY) cut_off(values, bound);
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] = quotient(values[k]);
   }
 };
 
-// The upper bytes of four numbers of half precision.
-__device__ __forceinline__ uint32_t upper_bytes(uint32_t first, uint32_t second) {
-#if defined(__CUDA_ARCH__)
-  return __byte_perm(first, second, 0x7531);
-#else
-  return (first >> 8 & 0xffu) | (first >> 16 & 0xff00u) | (second << 8 & 0xff0000u) |
-         (second & 0xff000000u);
-#endif
-}
+// The same for usual scales that are made of x: nothing is out of range.
+template <typename T>
+struct MadeDivisor {
+  float reciprocal, rest;
 
-// Cuts off what lies out of range, which a quotient could not hold. NaN stays.
-template <int N>
-__device__ __forceinline__ void cut_off(float (&values)[N], float bound) {
+  // x of half precision: 2 instructions for a quotient that is rounded to the same eight bits. It
+  // is off by 2^-43 of itself before it is rounded to float32. x, amax and the limit have few bits:
+  // x * limit / amax is halfway between two codes, or 2^-19 away from there, further than any
+  // error. Halfway the rounding of the scale decides. All x and amax have been tried, with
+  // reciprocals that are up to six units off (test_every_largest_value_of_half_precision).
+  //
+  // NOTE: the reciprocal is too small, so that `rest` is positive and a zero keeps its sign.
+  __device__ __forceinline__ MadeDivisor(const QuantForward&, float scale) {
+    static_assert(sizeof(T) == 2, "float32 has more bits");
+    reciprocal = bits_as<float>(bits_as<uint32_t>(reciprocal_of_normal(scale)) - 2);
+    rest = fmaf(-scale, reciprocal, 1.0f) * reciprocal;
+  }
+  template <int N>
+  __device__ __forceinline__ void divide(float (&values)[N]) const {
 #pragma unroll
-  for (int k = 0; k < N; ++k) {
-    values[k] = values[k] > bound ? bound : values[k];
-    values[k] = values[k] < -bound ? -bound : values[k];
+    for (int k = 0; k < N; ++k) values[k] = fmaf(values[k], reciprocal, values[k] * rest);
+  }
+};
+
+template <>
+struct MadeDivisor<float> : ScaleDivisor {
+  using ScaleDivisor::ScaleDivisor;
+  template <int N>
+  __device__ __forceinline__ void divide(float (&values)[N]) const {
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] = quotient(values[k]);
+  }
+};
+
+// Calls f with what divides by a scale, a given one or one that was made of x in T.
+template <typename T, typename F>
+__device__ __forceinline__ void with_divisor(const QuantForward& p, float scale, F&& f) {
+  const bool is_usual = scale >= kSmallestUsualScale && scale <= kLargestUsualScale;
+  if (is_usual && p.given_scale == nullptr) {
+    f(MadeDivisor<T>(p, scale));
+  } else {
+    f(ScaleDivisor(p, scale));
   }
 }
 
@@ -210,45 +276,18 @@ __device__ __forceinline__ void store_codes(const Vector<uint8_t, N>& codes, uin
   }
 }
 
-// A vector from its values to its codes in memory. kRare: with any scale. Otherwise with a positive
-// one that needs no factor, which was made of the values: nothing is out of range. `bound`: of a
-// given scale, beyond which the dividend is out of range; or infinity.
-template <bool kForMany, bool kTyped, bool kRare, typename T, int N>
+// A vector from its values to its codes in memory.
+template <bool kForMany, bool kTyped, typename Divisor, typename T, int N>
 __device__ __forceinline__ void quantise(const QuantForward& p, const Vector<T, N>& vector,
-                                         const ScaleDivisor& divisor, float bound, uint8_t* target,
-                                         int left) {
+                                         const Divisor& divisor, uint8_t* target, int left) {
   float values[N];
   if constexpr (kTyped) {
     vector.to_floats(values);
   } else {
     unpack(vector, opaque(p.x_dtype), values);
   }
-  if constexpr (kRare) {
-#pragma unroll
-    for (int k = 0; k < N; ++k) values[k] *= divisor.factor;
-    if (bound < INFINITY) cut_off(values, bound);
-  }
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    const float quotient = divisor.quotient(values[k]);
-    values[k] =
-        kRare || sizeof(T) != 2 ? copysignf(quotient, values[k] * divisor.reciprocal) : quotient;
-  }
-  Vector<uint8_t, N> codes = encode<kForMany>(values, opaque(p.format));
-  if constexpr (!kRare && sizeof(T) == 2) {
-    // The signs of x, which are the upper bits of its upper bytes.
-#pragma unroll
-    for (int i = 0; i < N / 4; ++i) {
-      const uint32_t upper = upper_bytes(vector.words[2 * i], vector.words[2 * i + 1]);
-      codes.words[i] = (codes.words[i] & 0x7f7f7f7fu) | (upper & 0x80808080u);
-    }
-  }
-  store_codes<kForMany>(codes, target, left);
-}
-
-// Whether a scale needs the code for any.
-__device__ __forceinline__ bool is_rare(const ScaleDivisor& divisor, float bound) {
-  return divisor.factor != 1.0f || bound < INFINITY || !(divisor.scale > 0.0f);
+  divisor.divide(values);
+  store_codes<kForMany>(encode<kForMany>(values, opaque(p.format)), target, left);
 }
 
 template <bool kTyped, typename T>
@@ -256,22 +295,16 @@ __device__ __forceinline__ float scale_of(const QuantForward& p, uint32_t key) {
   return quant_scale_of(amax_of<kTyped, T>(key, p.x_dtype), p.limit, opaque(p.power_of_two));
 }
 
-// The bound of a given scale, beyond which the dividend is out of range: a number, so that infinite
-// x are cut off. But infinity over infinity is NaN.
-__device__ __forceinline__ float bound_of(const QuantForward& p, const ScaleDivisor& divisor) {
-  if (p.given_scale == nullptr || isinf(*p.given_scale)) return INFINITY;
-  return 2.0f * p.limit * fabsf(divisor.scale);
-}
-
-// The scale of the group that a vector is part of; `write`: whether there are columns of it.
-template <bool kTyped, typename T, int N>
+// The scale of the group that a vector is part of, one of kVectors of a thread; `write`: whether
+// there are columns of it.
+template <bool kTyped, int kVectors, typename T, int N>
 __device__ __forceinline__ float scale_of_group(const QuantForward& p, const Vector<T, N>& vector,
                                                 int64_t row, int column, bool write) {
   constexpr int kLanes = kQuantGroup / N;
   // NOTE: a row of fewer lanes is shorter than a group.
-  const int width = min(kLanes, static_cast<int>(blockDim.x));
-  const float scale =
-      scale_of<kTyped, T>(p, largest_of_lanes<kLanes>(write ? key_of(vector) : 0, width));
+  const int width = min(kLanes, lanes_of_row<kVectors>());
+  const uint32_t key = write ? key_of<T>(larger_keys(0, vector)) : 0;
+  const float scale = scale_of<kTyped, T>(p, largest_of_lanes<kLanes>(key, width));
   if (threadIdx.x % width == 0 && write) {
     const int64_t group = column / kQuantGroup;
     p.scale[row * p.scale_row_stride + group * p.scale_group_stride] = scale;
@@ -295,13 +328,11 @@ __device__ __forceinline__ void quantise_row(const QuantForward& p,
   };
   if (p.in_groups) {
     each_vector([&](const auto& vector, int offset) {
-      const ScaleDivisor divisor(
-          scale_of_group<kTyped>(p, vector, row, first_column + offset, left > offset));
-      if (is_rare(divisor, INFINITY)) {
-        quantise<true, kTyped, true>(p, vector, divisor, INFINITY, target + offset, left - offset);
-      } else {
-        quantise<true, kTyped, false>(p, vector, divisor, INFINITY, target + offset, left - offset);
-      }
+      const float scale =
+          scale_of_group<kTyped, kVectors>(p, vector, row, first_column + offset, left > offset);
+      with_divisor<T>(p, scale, [&](const auto& divisor) {
+        quantise<true, kTyped>(p, vector, divisor, target + offset, left - offset);
+      });
     });
     return;
   }
@@ -309,24 +340,18 @@ __device__ __forceinline__ void quantise_row(const QuantForward& p,
   if (p.given_scale != nullptr) {
     scale = *p.given_scale;
   } else {
-    uint32_t key = 0;
+    uint32_t keys = 0;
     each_vector([&](const auto& vector, int offset) {
-      key = max(key, left > offset ? key_of(vector) : 0);
+      keys = left > offset ? larger_keys(keys, vector) : keys;
     });
-    scale = scale_of<kTyped, T>(p, largest_of_row(key, warps));
+    scale = scale_of<kTyped, T>(p, largest_of_row(key_of<T>(keys), warps));
     if (threadIdx.x == 0 && row < p.rows) p.scale[row * p.scale_row_stride] = scale;
   }
-  const ScaleDivisor divisor(scale);
-  const float bound = bound_of(p, divisor);
-  if (is_rare(divisor, bound)) {
+  with_divisor<T>(p, scale, [&](const auto& divisor) {
     each_vector([&](const auto& vector, int offset) {
-      quantise<true, kTyped, true>(p, vector, divisor, bound, target + offset, left - offset);
+      quantise<true, kTyped>(p, vector, divisor, target + offset, left - offset);
     });
-  } else {
-    each_vector([&](const auto& vector, int offset) {
-      quantise<true, kTyped, false>(p, vector, divisor, bound, target + offset, left - offset);
-    });
-  }
+  });
 }
 
 }  // namespace fuselage

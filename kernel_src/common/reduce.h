@@ -19,6 +19,24 @@ __device__ __forceinline__ float warp_sum(float value, int width) {
   return value;
 }
 
+// The smallest and the largest of a warp, in every lane.
+__device__ __forceinline__ uint32_t lowest_of_warp(uint32_t value) {
+#if defined(FUSELAGE_SM80)
+  return __reduce_min_sync(0xffffffffu, value);
+#else
+  for (int mask = kWarpSize / 2; mask > 0; mask /= 2)
+    value = min(value, shuffle_xor(value, mask, kWarpSize));
+  return value;
+#endif
+}
+__device__ __forceinline__ uint32_t highest_of_warp(uint32_t value) {
+#if defined(FUSELAGE_SM80)
+  return __reduce_max_sync(0xffffffffu, value);
+#else
+  return ~lowest_of_warp(~value);
+#endif
+}
+
 // Sums over `width` neighbouring lanes of kCount values of each of kRows rows (a power of two, at
 // most `width`). A lane gets those of one row, row_of_lane: in the first steps it hands half of its
 // rows over and goes on with the other half. The additions are those of warp_sum.

@@ -67,19 +67,18 @@ __global__ void __launch_bounds__(kQuantThreads)
   if (p.given_scale != nullptr) {
     scale = *p.given_scale;
   } else if (makes_row_scale) {
-    uint32_t key = 0;
-    for_each_vector(true,
-                    [&](int, int, const Vector<T, N>& vector) { key = max(key, key_of(vector)); });
-    scale = scale_of<false, T>(p, largest_of_row(key, warps));
+    uint32_t keys = 0;
+    for_each_vector(
+        true, [&](int, int, const Vector<T, N>& vector) { keys = larger_keys(keys, vector); });
+    scale = scale_of<false, T>(p, largest_of_row(key_of<T>(keys), warps));
     if (threadIdx.x == 0 && row < p.rows) p.scale[row * p.scale_row_stride] = scale;
   }
-  ScaleDivisor divisor(scale);
-  const float bound = bound_of(p, divisor);
+  ScaleDivisor divisor(p, scale);
   for_each_vector(
       !makes_row_scale || !is_held, [&](int column, int left, const Vector<T, N>& vector) {
         if (p.in_groups)
-          divisor = ScaleDivisor(scale_of_group<false>(p, vector, row, column, left > 0));
-        quantise<false, false, true>(p, vector, divisor, bound, p.q + row * p.dim + column, left);
+          divisor = ScaleDivisor(p, scale_of_group<false, 1>(p, vector, row, column, left > 0));
+        quantise<false, false>(p, vector, divisor, p.q + row * p.dim + column, left);
       });
 }
 

@@ -8,24 +8,6 @@ namespace fuselage {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// The smallest and the largest of a warp, in every lane.
-__device__ __forceinline__ uint32_t lowest_of_warp(uint32_t value) {
-#if defined(FUSELAGE_SM80)
-  return __reduce_min_sync(kAllLanes, value);
-#else
-  for (int mask = kWarpSize / 2; mask > 0; mask /= 2)
-    value = min(value, shuffle_xor(value, mask, kWarpSize));
-  return value;
-#endif
-}
-__device__ __forceinline__ uint32_t highest_of_warp(uint32_t value) {
-#if defined(FUSELAGE_SM80)
-  return __reduce_max_sync(kAllLanes, value);
-#else
-  return ~lowest_of_warp(~value);
-#endif
-}
-
 // The sum over the block, in every thread. A barrier must be before the next use of `of_warps`.
 template <int kWarps>
 __device__ __forceinline__ unsigned long long block_sum_of(unsigned long long (&of_warps)[kWarps],

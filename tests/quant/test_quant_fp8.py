@@ -152,6 +152,21 @@ def test_quotients_are_rounded_once(fuselage, device, dtype):
     check(fuselage, x.to(dtype))
 
 
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_largest_value_of_half_precision(fuselage, device, dtype):
+    """Rows of each mantissa of amax, with the numbers next to each boundary between two codes."""
+    amax = torch.arange(1, 2, torch.finfo(dtype).eps, device=device)[:, None] * 2**14
+    codes = torch.arange(126, device=device).to(torch.uint8)
+    between = (codes.view(E4M3).float() + (codes + 1).view(E4M3).float()) / 2
+    nearest = (between * amax / 448).to(dtype).view(torch.int16)
+    x = torch.cat([amax.to(dtype), *((nearest + k).view(dtype) for k in (-1, 0, 1))], -1)
+    x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8))  # aligned rows
+    for signed in (x, -x):
+        check(fuselage, signed)
+        check(fuselage, signed, scale_ue8m0=True)
+
+
 SPECIAL = {
     "a NaN": [1.0, NAN, -3.0, 2.0],
     "a negative NaN": [1.0, -NAN, -3.0, 2.0],
