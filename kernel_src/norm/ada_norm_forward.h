@@ -10,19 +10,27 @@
 namespace fuselage {
 namespace {
 
+// What the values of columns are: a scale and a shift alone, both of x's type, or of float32 where
+// that is another; or anything else.
+enum class ColumnPair { none, of_x, of_float32 };
+
 // Weight and bias take the place of scale and shift where there are neither.
 struct AdaNormParams : AdaNormForward {
   float scale_offset;  // what is added to the scale
+  ColumnPair pair;
 };
 
 inline AdaNormParams ada_norm_params(const AdaNormForward& given) {
-  AdaNormParams p{given, 1.0f};
+  AdaNormParams p{given, 1.0f, ColumnPair::none};
   if (p.scale.data == nullptr && p.shift.data == nullptr) {
     p.scale = {p.weight.data, 0, 1, p.weight.dtype};
     p.shift = {p.bias.data, 0, 1, p.bias.dtype};
     p.weight.data = p.bias.data = nullptr;
     if (p.scale.data != nullptr) p.scale_offset = 0.0f;
   }
+  if (p.weight.data == nullptr && p.bias.data == nullptr && p.scale.data != nullptr &&
+      p.shift.data != nullptr && p.scale.dtype == p.shift.dtype)
+    p.pair = p.scale.dtype == p.dtype ? ColumnPair::of_x : ColumnPair::of_float32;
   return p;
 }
 
@@ -172,17 +180,16 @@ struct AdaNormOp {
     static constexpr bool kRare = false;
     const U *scale, *shift;
 
-    static __device__ __forceinline__ bool is_kept(DType dtype) {
-      return sizeof(T) == sizeof(float) ||
-             (dtype == DType::float32) == (sizeof(U) == sizeof(float));
-    }
     static __device__ __forceinline__ bool fits(const Params& p) {
-      return p.weight.data == nullptr && p.bias.data == nullptr && p.scale.data != nullptr &&
-             p.shift.data != nullptr && is_kept(p.scale.dtype) && is_kept(p.shift.dtype);
+      return p.pair == (std::is_same_v<U, T> ? ColumnPair::of_x : ColumnPair::of_float32);
     }
     __device__ __forceinline__ Columns(const Params& p, int64_t row)
-        : scale(static_cast<const U*>(modulation_of<T>(p.scale, row).data)),
-          shift(static_cast<const U*>(modulation_of<T>(p.shift, row).data)) {}
+        : scale(row_of(p.scale, row)), shift(row_of(p.shift, row)) {}
+    // As modulation_of, of a known type.
+    static __device__ __forceinline__ const U* row_of(const Modulation& m, int64_t row) {
+      const U* data = static_cast<const U*>(m.data);
+      return m.stride == 0 ? data : data + quotient(row, m.rows) * m.stride;
+    }
     // What is past the end is read as the last vector: cheaper than not to.
     __device__ __forceinline__ Loaded load(int column, int dim) const {
       const int inside = kAligned ? min(column, dim - N) : column;
