@@ -55,7 +55,8 @@
 
 namespace fuselage {
 
-// Whether out is quantised on its way (norm/row_quant.h).
+// Whether out is quantised on its way (norm/row_quant.h). Such operators have no gradient, and save
+// no statistics.
 template <typename Op>
 constexpr bool kQuantises = false;
 
@@ -167,7 +168,8 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
     for (int j = 0; j < kVectors; ++j) packed[j] = columns.load(column_of(j), dim);
   }
 
-  // Combine them.
+  // Combine them. Aligned vectors of a single input are as they were loaded, empty ones of zeros.
+  constexpr bool kCombines = !kAligned || Op::kWritesSum || Op::kNormsInput;
   Vector<T, N> s[kRows][kVectors];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -176,7 +178,7 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       s[i][j] = Vector<T, N>::zero();
-      if (is_empty<Op, kAligned>(warp_start, j, kStep, dim)) continue;
+      if (kCombines && is_empty<Op, kAligned>(warp_start, j, kStep, dim)) continue;
       s[i][j] = inputs[i].finish(p, row_of(i), column_of(j), j);
       if constexpr (Op::kWritesSum && !Op::kNormsInput) storing.put(j, s[i][j]);
     }
@@ -188,7 +190,8 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
   using Tree = RowTree<kRows, kVectors, N>;
   const auto lane_of = [&](int i) { return Tree::lane_of(i * kVectors); };
   const int own_row = Tree::own_item() / kVectors;
-  const bool saves = slice_start == 0 && static_cast<int>(threadIdx.x) == lane_of(own_row) &&
+  const bool saves = !kQuantises<Op> && slice_start == 0 &&
+                     static_cast<int>(threadIdx.x) == lane_of(own_row) &&
                      first_row + own_row < p.rows;
   if constexpr (Op::kNormsInput) {
     using InputStats = typename Op::InputStats;
@@ -259,14 +262,20 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
         const auto out = columns.map(s[i][j], stats, loaded[j]);
         if constexpr (kQuantises<Op>) {
           s[i][j] = out;
-          if (p.out == nullptr) continue;
+        } else {
+          storing.put(j, out);
         }
-        storing.put(j, out);
       }
     }
   });
   if constexpr (kQuantises<Op>) {
     static_assert(kRows == 1 && kAligned && !kClusters, "a row of one block");
+    if (p.out != nullptr) {
+      RowStoring<O, N, kVectors, kAligned> storing(Op::out_row(p, first_row) + first_column,
+                                                   left_of(0));
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) storing.put(j, s[0][j]);
+    }
     Op::quantise(p, s[0], first_row, first_column, left_of(0));
   }
 }
