@@ -93,19 +93,28 @@ __device__ __forceinline__ Stats stats_of_rows(const typename Op::Params& p,
   constexpr int kItems = kRows * kVectors, kStep = kWarpSize * N;
   if constexpr (Op::kCentres) {
     if (Op::centred(p)) {
-      Moments<Op::kRest> moments[kItems];
+      const auto units = [&](auto is_full) {
+        constexpr bool kFull = decltype(is_full)::value;
+        Moments<Op::kRest> moments[kItems];
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        const int j = i % kVectors;
-        moments[i] = {0.0f, 0.0f, 0.0f};
-        if (is_empty<Op, kAligned>(part.warp_start, j, kStep, part.dim)) continue;
-        float values[N];
-        s[i / kVectors][j].to_floats(values);
-        moments[i] = Moments<Op::kRest>::template of_vector<kAligned>(
-            values, part.count(first_column + j * kStep, N));
-        Op::forget_floats(s[i / kVectors][j]);
-      }
-      return Stats(p, reduce_row<kAligned, kRows, kVectors, N>(moments, part, cluster, scratch));
+        for (int i = 0; i < kItems; ++i) {
+          const int j = i % kVectors;
+          moments[i] = {0.0f, 0.0f, 0.0f};
+          if (!kFull && is_empty<Op, kAligned>(part.warp_start, j, kStep, part.dim)) continue;
+          float values[N];
+          s[i / kVectors][j].to_floats(values);
+          moments[i] = Moments<Op::kRest>::template of_vector<kAligned>(
+              values, part.count(first_column + j * kStep, N));
+          Op::forget_floats(s[i / kVectors][j]);
+        }
+        return reduce_units<kAligned, kFull, kRows, kVectors, N>(moments, part);
+      };
+      // Where instructions take longer than memory: others pay for it with registers. NOTE: the
+      // same for all threads of the block, so that lanes need not wait for each other.
+      const bool full = kQuantises<Op> && kVectors > 1 &&
+                        part.block_start + static_cast<int>(blockDim.x) * kVectors * N <= part.dim;
+      const auto moments = full ? units(std::true_type{}) : units(std::false_type{});
+      return Stats(p, reduce_row<kRows, kVectors, N>(moments, part, cluster, scratch));
     }
   }
   float items[kItems][Op::kSums], sums[Op::kSums];

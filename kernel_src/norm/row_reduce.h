@@ -58,6 +58,12 @@ __device__ __forceinline__ float sum_of_squares(const Vector<T, N>& s) {
 __device__ __forceinline__ float mean_of(float sum, float count) {
   return __fdiv_rn(sum, fmaxf(count, 1.0f));
 }
+// kFull: of kSpan values, a power of two, where a product is rounded as the division is.
+template <bool kFull, int kSpan>
+__device__ __forceinline__ float mean_of_part(float sum, float count) {
+  static_assert((kSpan & (kSpan - 1)) == 0, "has a reciprocal");
+  return kFull ? sum * (1.0f / kSpan) : mean_of(sum, count);
+}
 
 // Moments of a part: about its own mean. In half precision sums of deviations are too small to
 // matter.
@@ -219,61 +225,81 @@ __device__ __forceinline__ void reduce_row(float (&items)[kRows * kVectors][kSum
   }
 }
 
-// Moments: of a row, about its mean, which is returned in place of the sum.
-template <bool kWhole, int kRows, int kVectors, int N, bool kRest, typename Scratch>
-__device__ __forceinline__ Moments<kRest> reduce_row(Moments<kRest> (&items)[kRows * kVectors],
-                                                     const RowPart& part, int cluster,
-                                                     Scratch& scratch) {
-  using M = Moments<kRest>;
-  using Tree = RowTree<kRows, kVectors, N>;
-  constexpr int kItems = Tree::kItems, kStep = Tree::kStep, kSums = M::kSums;
-  const int width = Tree::width();
-  const auto set = [](M& m, const float(&sums)[kSums - 1]) {
-    m.squares = sums[0];
-    if (kRest) m.rest = sums[kSums - 2];
-  };
-
-  // Units.
-  float first[kItems][1], sum[1];
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) first[i][0] = items[i].sum;
-  warp_sums_of_rows(first, sum, width);
-  M own{sum[0], 0.0f, 0.0f};
-  const int own_start = part.warp_start + Tree::own_item() % kVectors * kStep;
-  float count = static_cast<float>(part.count(own_start, width * N));
-  float mean = mean_of(own.sum, count);
-  float others[kItems][kSums - 1], sums[kSums - 1];
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const float unit_mean = shuffle_from(mean, Tree::lane_of(i), width);
-    const int column = part.warp_start + i % kVectors * kStep + Tree::lane() * N;
-    const int inside = kWhole ? N : part.count(column, N);
-    const float d = M::template mean_of_vector<kWhole, N>(items[i].sum, inside) - unit_mean;
-    // NOTE: an empty vector has no deviation, whatever `d`.
-    items[i].move(column < part.block_end ? d : 0.0f, static_cast<float>(inside));
-    others[i][0] = items[i].squares;
-    if (kRest) others[i][kSums - 2] = items[i].rest;
-  }
-  warp_sums_of_rows(others, sums, width);
-  set(own, sums);
+// Moments of a part of a row, and what it takes to move them.
+template <bool kRest>
+struct PartMoments {
+  Moments<kRest> own;
+  float count, mean;
 
   // One level up: `own` is moved to the mean of what it is part of, and added to the other parts.
-  const auto meet = [&](float mean_of_all, const auto& add) {
+  template <typename F>
+  __device__ __forceinline__ void meet(float mean_of_all, F&& add) {
     own.move(mean - mean_of_all, count);
     own.squares = add(own.squares);
     if (kRest) own.rest = add(own.rest);
     mean = mean_of_all;
-  };
+  }
+};
 
-  // Quads of a warp.
+// Of the units of a warp, or the quad they are. kFull: they are all inside the row.
+template <bool kWhole, bool kFull, int kRows, int kVectors, int N, bool kRest>
+__device__ __forceinline__ PartMoments<kRest> reduce_units(
+    Moments<kRest> (&items)[kRows * kVectors], const RowPart& part) {
+  using M = Moments<kRest>;
+  using Tree = RowTree<kRows, kVectors, N>;
+  constexpr int kItems = Tree::kItems, kStep = Tree::kStep, kSums = M::kSums;
+  const int width = Tree::width();
+  const auto count_of = [&](int start, int span) { return kFull ? span : part.count(start, span); };
+
+  float first[kItems][1], sum[1];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) first[i][0] = items[i].sum;
+  warp_sums_of_rows(first, sum, width);
+  const int own_start = part.warp_start + Tree::own_item() % kVectors * kStep;
+  const int own_count = count_of(own_start, width * N);
+  PartMoments<kRest> result{{sum[0], 0.0f, 0.0f}, static_cast<float>(own_count), 0.0f};
+  M& own = result.own;
+  result.mean = mean_of_part<kFull, kStep>(own.sum, result.count);
+  float others[kItems][kSums - 1], sums[kSums - 1];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const float unit_mean = shuffle_from(result.mean, Tree::lane_of(i), width);
+    const int column = part.warp_start + i % kVectors * kStep + Tree::lane() * N;
+    const int inside = kWhole ? N : part.count(column, N);
+    const float d = M::template mean_of_vector<kWhole, N>(items[i].sum, inside) - unit_mean;
+    // NOTE: an empty vector has no deviation, whatever `d`.
+    items[i].move(kFull || column < part.block_end ? d : 0.0f, static_cast<float>(inside));
+    others[i][0] = items[i].squares;
+    if (kRest) others[i][kSums - 2] = items[i].rest;
+  }
+  warp_sums_of_rows(others, sums, width);
+  own.squares = sums[0];
+  if (kRest) own.rest = sums[kSums - 2];
+
   if (Tree::adds_units()) {
     own.sum = Tree::add_units(own.sum);
     constexpr int kColumns = (kVectors < 4 ? kVectors : 4) * kStep;
     const int start = part.warp_start + (Tree::kTwoQuads ? Tree::own_item() / 4 * kColumns : 0);
-    const float count_of_all = static_cast<float>(part.count(start, kColumns));
-    meet(mean_of(own.sum, count_of_all), [](float v) { return Tree::add_units(v); });
-    count = count_of_all;
+    const float count_of_all = static_cast<float>(count_of(start, kColumns));
+    result.meet(mean_of_part<kFull, kColumns>(own.sum, count_of_all),
+                [](float v) { return Tree::add_units(v); });
+    result.count = count_of_all;
   }
+  return result;
+}
+
+// Of a row, about its mean, which is returned in place of the sum; of what reduce_units returned.
+template <int kRows, int kVectors, int N, bool kRest, typename Scratch>
+__device__ __forceinline__ Moments<kRest> reduce_row(PartMoments<kRest> moments,
+                                                     const RowPart& part, int cluster,
+                                                     Scratch& scratch) {
+  using M = Moments<kRest>;
+  using Tree = RowTree<kRows, kVectors, N>;
+  constexpr int kStep = Tree::kStep, kSums = M::kSums;
+  M& own = moments.own;
+  float &count = moments.count, &mean = moments.mean;
+  const auto meet = [&](float mean_of_all, const auto& add) { moments.meet(mean_of_all, add); };
+
   if (kRows > 1 || Tree::one_warp()) {
     own.sum = mean_of(Tree::add_two_quads(own.sum), static_cast<float>(part.dim));
     meet(own.sum, [](float v) { return Tree::add_two_quads(v); });
