@@ -65,6 +65,10 @@ struct RowLoading {
   V vectors[kVectors];
 
   __device__ __forceinline__ void start(const T* source, int left) {
+#if !defined(USE_ROCM)
+    // Keeps the compiler from making the address once for each predicated load.
+    asm volatile("" : "+l"(source));
+#endif
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       vectors[j] = V::zero();
