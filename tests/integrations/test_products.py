@@ -301,7 +301,7 @@ def recorded(products, fuselage, monkeypatch):
         calls.append("parts")
         return products._linear_of_parts(parts, linear.weight, linear.bias)
 
-    monkeypatch.setattr(products, "_HALF", (torch.float32,))
+    monkeypatch.setattr(products._probe, "HALF", (torch.float32,))
     monkeypatch.setattr(products._probe, "is_on_gpu", lambda x: True)
     fused = _module(fuselage, "_fused")
     monkeypatch.setattr(fused, "linear_gelu_tanh", gelu)

@@ -17,10 +17,10 @@ from typing import Optional
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from . import _probe
+
 # Of several heads a row of sums, [batch, heads, queries, 1], comes with the result.
 _attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-
-_HALF = (torch.float16, torch.bfloat16)
 _MULTIPLE = 8  # of the keys of a part: what the mask of a kernel has to be aligned to
 _LEAST = 64  # keys of a part
 _MOST_PARTS = 16
@@ -36,7 +36,7 @@ def parts_of(query, key, value, mask, dropout: float) -> int:
     """
     if not torch.compiler.is_compiling() or torch.is_grad_enabled() or dropout:
         return 1
-    if query.dtype not in _HALF or mask.dtype != torch.bool or not _has_kernel(query):
+    if query.dtype not in _probe.HALF or mask.dtype != torch.bool or not _has_kernel(query):
         return 1
     if any(t.dtype != query.dtype or t.shape[-1] != query.shape[-1] for t in (key, value)):
         return 1

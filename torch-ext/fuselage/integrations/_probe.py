@@ -18,7 +18,8 @@ from typing import Callable, Optional
 
 import torch
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, *HALF)
 # Dtypes of activations and of weights that models combine.
 PAIRS = (
     (torch.float32, torch.float32),

@@ -24,8 +24,6 @@ from .._ops import add_op_namespace_prefix, ops
 from . import _probe
 from ._patch import listened_to
 
-_HALF = (torch.float16, torch.bfloat16)
-
 
 def has_epilogue(linear: nn.Module, x) -> bool:
     """Whether the product of a linear layer takes a GELU along."""
@@ -51,7 +49,7 @@ def _is_plain(linear: nn.Module, x) -> bool:
         return False
     weight, bias = linear.weight, linear.bias
     given = (x, weight) if bias is None else (x, weight, bias)
-    if type(weight) is not nn.Parameter or x.dtype not in _HALF or x.numel() == 0:
+    if type(weight) is not nn.Parameter or x.dtype not in _probe.HALF or x.numel() == 0:
         return False
     if any(t.dtype != x.dtype or t.device != x.device for t in given) or _probe.autocasts(x):
         return False

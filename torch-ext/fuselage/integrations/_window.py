@@ -13,9 +13,9 @@ from typing import NamedTuple, Optional
 import torch
 
 from .._autocast import dtype_of_product
+from . import _probe
 
 _MARK = "fuselage_window"
-_HALF = (torch.float16, torch.bfloat16)
 
 _flash = torch.ops.aten._flash_attention_forward.default
 
@@ -117,7 +117,7 @@ def _agrees(mask_function, window: Window, queries: torch.Tensor, keys: torch.Te
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return (
         device.type == "cuda"
-        and dtype in _HALF
+        and dtype in _probe.HALF
         and _is_built()
         and torch.backends.cuda.flash_sdp_enabled()
         and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -163,7 +163,7 @@ def takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: 
         and dim % 8 == 0
         and dim <= _max_dim(query.device)
         and query.dtype == key.dtype == value.dtype
-        and query.dtype in _HALF
+        and query.dtype in _probe.HALF
     )
 
 
