@@ -71,27 +71,46 @@ def test_complex_numbers(fuselage, device, on_gpu):
     assert_calls(fuselage, block, inputs, {"qk_norm_rotary": 2} if on_gpu else {})
 
 
+class First(nn.Module):
+    """Gives a tuple, as blocks do."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs):
+        return (self.module(**inputs),)
+
+
 def test_two_tables(fuselage, device, on_gpu):
     """Wan."""
     from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 
     torch.manual_seed(0)
     attention = WanAttention(64, 2, 32, processor=WanAttnProcessor()).to(device).eval()
-
-    class First(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = attention
-
-        def forward(self, **inputs):
-            return (self.attention(**inputs),)
-
     angles = torch.randn(1, 8, 1, 16, device=device).repeat_interleave(2, dim=-1)
     inputs = {
         "hidden_states": torch.randn(1, 8, 64, device=device),
         "rotary_emb": (angles.cos(), angles.sin()),
     }
-    assert_calls(fuselage, First(), inputs, {"apply_rotary": 1} if on_gpu else {})
+    assert_calls(fuselage, First(attention), inputs, {"apply_rotary": 1} if on_gpu else {})
+
+
+def test_heads_that_are_not_split_yet(fuselage, device, on_gpu):
+    """LTX-Video. Without norms before, they are the compiler's."""
+    from diffusers.models.transformers import transformer_ltx as ltx
+
+    torch.manual_seed(0)
+    attention = ltx.LTXAttention(64, 2, 2, 32, processor=ltx.LTXVideoAttnProcessor()).to(device)
+    angles = torch.randn(1, 8, 32, device=device).repeat_interleave(2, dim=-1)
+    inputs = {
+        "hidden_states": torch.randn(2, 8, 64, device=device),
+        "image_rotary_emb": (angles.cos(), angles.sin()),
+    }
+    expected = {"qk_norm_rotary": 1} if on_gpu else {}
+    assert_calls(fuselage, First(attention.eval()), inputs, expected)
+    attention.norm_q = attention.norm_k = nn.Identity()
+    assert_calls(fuselage, First(attention), inputs, {})
 
 
 @pytest.fixture

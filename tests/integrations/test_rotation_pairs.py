@@ -151,6 +151,18 @@ class KeysAreNotNormed(Processor):
         return self.result(q, k)
 
 
+class AfterProducts(Processor):
+    """Rotated right after another module than a norm."""
+
+    def __call__(self, attn, x, freqs=None, text=None):
+        x = x.unflatten(-1, (-1, DIM))
+        q = attn.to_head(x)
+        k = attn.to_head(x)
+        q = apply_rotary_emb(q, freqs, sequence_dim=1)
+        k = apply_rotary_emb(k, freqs, sequence_dim=1)
+        return self.result(q, k)
+
+
 class OtherTables(Processor):
     def __call__(self, attn, x, freqs=None, text=None):
         q = attn.to_q(x).unflatten(-1, (-1, DIM))
@@ -199,6 +211,7 @@ class Attention(nn.Module):
     def __init__(self, kind: type):
         super().__init__()
         self.to_q, self.to_k = nn.Linear(32, HEADS * DIM), nn.Linear(32, HEADS * DIM)
+        self.to_head = nn.Linear(DIM, DIM)
         self.norm_q, self.norm_k = nn.RMSNorm(DIM, eps=1e-6), nn.RMSNorm(DIM, eps=1e-6)
         self.processor = kind()
         randomise(self)
@@ -255,6 +268,7 @@ KINDS = {
     ReadWhereItIsNotRotated: APART,
     InALoop: {"rms_norm": 4, "apply_rotary": 1},
     KeysAreNotNormed: {"rms_norm": 1, "apply_rotary": 1},
+    AfterProducts: {"apply_rotary": 1},
     OtherTables: {"rms_norm": 2, "apply_rotary": 2},
     TablesOfTheQuery: {"rms_norm": 2, "apply_rotary": 2},
 }
