@@ -208,9 +208,9 @@ class ByTurns(Processor):
 
 
 class Attention(nn.Module):
-    def __init__(self, kind: type):
+    def __init__(self, kind: type, key_heads: int = HEADS):
         super().__init__()
-        self.to_q, self.to_k = nn.Linear(32, HEADS * DIM), nn.Linear(32, HEADS * DIM)
+        self.to_q, self.to_k = nn.Linear(32, HEADS * DIM), nn.Linear(32, key_heads * DIM)
         self.to_head = nn.Linear(DIM, DIM)
         self.norm_q, self.norm_k = nn.RMSNorm(DIM, eps=1e-6), nn.RMSNorm(DIM, eps=1e-6)
         self.processor = kind()
@@ -335,6 +335,31 @@ def test_a_norm_may_go_after_the_patch(integration, fuselage, device):
     attention, inputs = Attention(Joined).to(device), inputs_for(Joined, device)
     expected = {"rms_norm": 1, "apply_rotary": 1}
     assert_calls(integration, fuselage, attention, inputs, expected, _without)
+
+
+def test_fewer_heads_of_keys(integration, fuselage, device):
+    """As Lumina 2."""
+    attention, inputs = Attention(Plain, key_heads=1).to(device), inputs_for(Plain, device)
+    assert_calls(integration, fuselage, attention, inputs, ONE_CALL)
+
+
+class Across(Processor):
+    """Keys of other tokens, which have tables as long."""
+
+    def __call__(self, attn, x, freqs=None, text=None):
+        q = attn.to_q(x).unflatten(-1, (-1, DIM))
+        k = attn.to_k(x.flip(0)[:1]).unflatten(-1, (-1, DIM))
+        q = attn.norm_q(q)
+        k = attn.norm_k(k)
+        q = apply_rotary_emb(q, freqs, sequence_dim=1)
+        k = apply_rotary_emb(k, freqs, sequence_dim=1)
+        return self.result(q, k.expand_as(q))
+
+
+def test_fewer_sequences_of_keys(integration, fuselage, device):
+    attention, inputs = Attention(Across).to(device), inputs_for(Across, device)
+    expected = {"rms_norm": 2, "apply_rotary": 2}
+    assert_calls(integration, fuselage, attention, inputs, expected)
 
 
 def test_longer_heads_than_the_kernel_takes(integration, fuselage, device, monkeypatch):

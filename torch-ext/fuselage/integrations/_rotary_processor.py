@@ -149,19 +149,22 @@ def _rotation(original: Callable, known: Callable) -> Callable:
         return apply_rotary(x, None, *tables, **options)
 
     def of_both(q_norm, k_norm, q, k, *args, **kwargs):
-        found = rounding = None
-        if None not in (q_norm, k_norm) and _alike(q, k) and q.shape[-1] <= _WIDEST_NORM:
+        rounding = None
+        if None not in (q_norm, k_norm) and q.shape[-1] <= _WIDEST_NORM:
             rounding = rounding_of(q_norm, k_norm, q)
-        if rounding is not None and (found := known(True, q, *args, **kwargs)) is not None:
+        if rounding is not None and (found := known_of_both(True, q, k, *args, **kwargs)):
             (cos, sin), options = found
             weights = getattr(q_norm, "weight", None), getattr(k_norm, "weight", None)
             return qk_norm_rotary(q, k, *weights, cos, sin, eps_of(q_norm), **options, **rounding)
         q, k = (x if norm is None else norm(x) for norm, x in ((q_norm, q), (k_norm, k)))
-        found = known(False, q, *args, **kwargs) if _alike(q, k) else None
-        if found is None:
+        if (found := known_of_both(False, q, k, *args, **kwargs)) is None:
             return apply_rotary_emb(q, *args, **kwargs), apply_rotary_emb(k, *args, **kwargs)
         tables, options = found
         return apply_rotary(q, k, *tables, **options)
+
+    def known_of_both(normed, q, k, *args, **kwargs):
+        found = known(normed, q, *args, **kwargs)
+        return found if found is not None and _alike(q, k, **found[1]) else None
 
     apply_rotary_emb.of_both = of_both
     return apply_rotary_emb
@@ -170,9 +173,12 @@ def _rotation(original: Callable, known: Callable) -> Callable:
 _WIDEST_NORM = 2048  # of `qk_norm_rotary` on a GPU
 
 
-def _alike(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether they are queries and keys of the same tokens, of as many heads."""
-    return q.shape == k.shape and q.dtype == k.dtype and q.device == k.device
+def _alike(q: torch.Tensor, k: torch.Tensor, heads_dim: int = 2, **options) -> bool:
+    """Whether they are queries and keys of the same tokens, of heads of one size."""
+    if (q.dim(), q.dtype, q.device) != (k.dim(), k.dtype, k.device):
+        return False
+    heads = heads_dim if q.dim() == 4 else None
+    return all(q.shape[i] == k.shape[i] for i in range(q.dim()) if i != heads)
 
 
 def _rotate_tokens(original: Callable) -> Callable:
