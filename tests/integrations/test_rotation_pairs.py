@@ -174,6 +174,32 @@ class OtherTables(Processor):
         return self.result(q, k)
 
 
+class TablesAreUsedUp(Processor):
+    """Arguments that are others each time."""
+
+    def __call__(self, attn, x, freqs=None, text=None):
+        q = attn.to_q(x).unflatten(-1, (-1, DIM))
+        k = attn.to_k(x).unflatten(-1, (-1, DIM))
+        tables = [freqs, (freqs[1], freqs[0])]
+        q = apply_rotary_emb(q, tables.pop(), sequence_dim=1)
+        k = apply_rotary_emb(k, tables.pop(), sequence_dim=1)
+        return self.result(q, k)
+
+
+class ChangedInPlace(Processor):
+    """What is normalised, after the norm."""
+
+    def __call__(self, attn, x, freqs=None, text=None):
+        query = attn.to_q(x).unflatten(-1, (-1, DIM))
+        k = attn.to_k(x).unflatten(-1, (-1, DIM))
+        q = attn.norm_q(query)
+        k = attn.norm_k(k)
+        query.add_(1)
+        q = apply_rotary_emb(q, freqs, sequence_dim=1)
+        k = apply_rotary_emb(k, freqs, sequence_dim=1)
+        return self.result(q, k)
+
+
 class TablesOfTheQuery(Processor):
     """The second call reads what the first one sets."""
 
@@ -270,6 +296,7 @@ KINDS = {
     KeysAreNotNormed: {"rms_norm": 1, "apply_rotary": 1},
     AfterProducts: {"apply_rotary": 1},
     OtherTables: {"rms_norm": 2, "apply_rotary": 2},
+    TablesAreUsedUp: {"apply_rotary": 2},
     TablesOfTheQuery: {"rms_norm": 2, "apply_rotary": 2},
 }
 
@@ -341,6 +368,14 @@ def test_fewer_heads_of_keys(integration, fuselage, device):
     """As Lumina 2."""
     attention, inputs = Attention(Plain, key_heads=1).to(device), inputs_for(Plain, device)
     assert_calls(integration, fuselage, attention, inputs, ONE_CALL)
+
+
+def test_what_is_normalised_changes_in_place(integration, device):
+    attention, inputs = Attention(ChangedInPlace).to(device), inputs_for(ChangedInPlace, device)
+    with torch.no_grad():
+        expected = attention(**inputs)
+        integration.patch(attention)
+        assert_close(attention(**inputs), expected)
 
 
 class Across(Processor):

@@ -61,12 +61,16 @@ def _pairs(body: list[ast.stmt], rotate: str, outer: tuple[Place, ...] = ()) -> 
 
 
 def _rotated(statement: ast.stmt, rotate: str) -> Optional[tuple[str, str, frozenset[str]]]:
-    """Of `x = rotate(x, ...)`: the name of x, the other arguments, and the names in them."""
+    """Of `x = rotate(x, ...)`: the name of x, the other arguments, and the names in them; of
+    arguments that are the same when they are evaluated once more.
+    """
     name, call = _source.assigned(statement) or (None, None)
     if not isinstance(call, ast.Call) or getattr(call.func, "id", None) != rotate or not call.args:
         return None
     others = ast.Tuple([*call.args[1:], *(word.value for word in call.keywords)], ast.Load())
     if getattr(call.args[0], "id", None) != name or any(word.arg is None for word in call.keywords):
+        return None
+    if any(isinstance(part, (ast.Call, ast.NamedExpr)) for part in ast.walk(others)):
         return None
     words = [word.arg for word in call.keywords]
     return name, f"{words} {ast.dump(others)}", frozenset(_source.loads(others))
@@ -113,7 +117,7 @@ def _norm_before(places: list[Place], name: str, definition: ast.FunctionDef) ->
     that is the first argument after `self`.
     """
     module_name = (*(argument.arg for argument in definition.args.args), None, None)[1]
-    here, reached, changed = [], [], set()
+    here, reached, changed, mutated = [], [], set(), set()
     for depth, (body, end) in enumerate(reversed(places)):
         if depth > 0:
             reached.append(body[end].test)
@@ -123,6 +127,7 @@ def _norm_before(places: list[Place], name: str, definition: ast.FunctionDef) ->
             sets = {statement.name} if is_function else _source.changes(statement)
             changed |= sets
             if name not in sets | _source.loads(statement):
+                mutated |= _source.mutates(statement)
                 continue
             if isinstance(statement, ast.If):
                 others = (statement.test, *statement.orelse)
@@ -138,9 +143,11 @@ def _norm_before(places: list[Place], name: str, definition: ast.FunctionDef) ->
             else:
                 return None
             if found is not None:
-                tests = [*here, *reached]
+                tests, x = [*here, *reached], found.body[found.index].value.args[0].id
                 read = set().union(*map(_source.loads, tests))
-                return found if all(map(_source.is_static, tests)) and not read & changed else None
+                stays = x not in mutated and not read & changed
+                return found if stays and all(map(_source.is_static, tests)) else None
+            mutated |= _source.mutates(statement)
     return None
 
 
