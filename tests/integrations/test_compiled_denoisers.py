@@ -170,3 +170,14 @@ def test_group_norms_of_sizes_that_change(fuselage, device, on_gpu, large_group)
             torch._dynamo.mark_dynamic(x, 3)
             assert_close(compiled(x), norm(x))
     assert graphs.frame_count == 1
+
+
+def test_what_is_exported(fuselage, device, on_gpu):
+    """Runs without fuselage."""
+    norm = nn.GroupNorm(4, 8).to(device)
+    fuselage.integrations.diffusers.patch(norm)
+    x = torch.randn(2, 8, 8, 16, device=device)
+    with torch.no_grad():
+        exported = torch.export.export(norm, (x,))
+    targets = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert targets == ["aten.group_norm.default"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,6 +187,47 @@ class TablesAreUsedUp(Processor):
         return self.result(q, k)
 
 
+class AliasChanges(Processor):
+    """What queries and keys are a part of, after the norms."""
+
+    def __call__(self, attn, x, freqs=None, text=None):
+        both = torch.stack([attn.to_q(x), attn.to_k(x)]).unflatten(-1, (-1, DIM))
+        q, k = both.unbind()
+        q = attn.norm_q(q)
+        k = attn.norm_k(k)
+        both.zero_()
+        q = apply_rotary_emb(q, freqs, sequence_dim=1)
+        k = apply_rotary_emb(k, freqs, sequence_dim=1)
+        return self.result(q, k)
+
+
+class WrittenTo(Processor):
+    """By the argument of a function."""
+
+    def __call__(self, attn, x, freqs=None, text=None):
+        query = attn.to_q(x).unflatten(-1, (-1, DIM))
+        k = attn.to_k(x).unflatten(-1, (-1, DIM))
+        q = attn.norm_q(query)
+        k = attn.norm_k(k)
+        torch.add(query, 1, out=query)
+        q = apply_rotary_emb(q, freqs, sequence_dim=1)
+        k = apply_rotary_emb(k, freqs, sequence_dim=1)
+        return self.result(q, k)
+
+
+class WeightChanges(Processor):
+    def __call__(self, attn, x, freqs=None, text=None):
+        q = attn.to_q(x).unflatten(-1, (-1, DIM))
+        k = attn.to_k(x).unflatten(-1, (-1, DIM))
+        q = attn.norm_q(q)
+        k = attn.norm_k(k)
+        attn.norm_q.weight.mul_(2)
+        q = apply_rotary_emb(q, freqs, sequence_dim=1)
+        k = apply_rotary_emb(k, freqs, sequence_dim=1)
+        attn.norm_q.weight.div_(2)
+        return self.result(q, k)
+
+
 class ChangedInPlace(Processor):
     """What is normalised, after the norm."""
 
@@ -233,6 +275,142 @@ class ByTurns(Processor):
         return self.result(q, k)
 
 
+class Nested(Processor):
+    """Conditions that may be asked in one order alone; `text` is an object with options."""
+
+    def __call__(self, attn, x, freqs=None, text=None):
+        q = attn.to_q(x).unflatten(-1, (-1, DIM))
+        k = attn.to_k(x).unflatten(-1, (-1, DIM))
+        q = attn.norm_q(q)
+        k = attn.norm_k(k)
+        if text is not None:  # noqa: SIM102
+            if text.rotates:
+                q = apply_rotary_emb(q, freqs, sequence_dim=1)
+                k = apply_rotary_emb(k, freqs, sequence_dim=1)
+        return self.result(q, k)
+
+
+class NestedParameters(Processor):
+    """Conditions that may be asked anywhere."""
+
+    def __call__(self, attn, x, freqs=None, text=None):
+        q = attn.to_q(x).unflatten(-1, (-1, DIM))
+        k = attn.to_k(x).unflatten(-1, (-1, DIM))
+        is_plain = text is None
+        q = attn.norm_q(q)
+        k = attn.norm_k(k)
+        if is_plain:
+            from diffusers.models.embeddings import get_timestep_embedding  # noqa: F401
+
+            if freqs is not None and attn.norm_q is not None:
+                q = apply_rotary_emb(q, freqs, sequence_dim=1)
+                k = apply_rotary_emb(k, freqs, sequence_dim=1)
+        return self.result(q, k)
+
+
+class Guarded(Processor):
+    def __call__(self, attn, x, freqs=None, text=None):
+        q = attn.to_q(x).unflatten(-1, (-1, DIM))
+        k = attn.to_k(x).unflatten(-1, (-1, DIM))
+        q = attn.norm_q(q)
+        k = attn.norm_k(k)
+        if freqs is None:
+            return x
+        q = apply_rotary_emb(q, freqs, sequence_dim=1)
+        k = apply_rotary_emb(k, freqs, sequence_dim=1)
+        return self.result(q, k)
+
+
+class StateChanges(Processor):
+    """A call in between decides."""
+
+    tables = None
+
+    def prepare(self, freqs):
+        self.tables = freqs
+
+    def __call__(self, attn, x, freqs=None, text=None):
+        q = attn.to_q(x).unflatten(-1, (-1, DIM))
+        k = attn.to_k(x).unflatten(-1, (-1, DIM))
+        q = attn.norm_q(q)
+        k = attn.norm_k(k)
+        self.prepare(freqs)
+        if self.tables is not None:
+            q = apply_rotary_emb(q, freqs, sequence_dim=1)
+            k = apply_rotary_emb(k, freqs, sequence_dim=1)
+        self.tables = None
+        return self.result(q, k)
+
+
+class NameIsImported(Processor):
+    def __call__(self, attn, x, freqs=None, text=None):
+        q = attn.to_q(x).unflatten(-1, (-1, DIM))
+        k = attn.to_k(x).unflatten(-1, (-1, DIM))
+        q = attn.norm_q(q)
+        k = attn.norm_k(k)
+        from math import pi as text
+
+        if text is not None:
+            q = apply_rotary_emb(q, freqs, sequence_dim=1)
+            k = apply_rotary_emb(k, freqs, sequence_dim=1)
+        return self.result(q, k)
+
+
+class NameMayNotBeSet(Processor):
+    def __call__(self, attn, x, freqs=None, text=None):
+        q = attn.to_q(x).unflatten(-1, (-1, DIM))
+        k = attn.to_k(x).unflatten(-1, (-1, DIM))
+        if text is None:
+            tables = freqs
+        q = attn.norm_q(q)
+        k = attn.norm_k(k)
+        if tables is not None:
+            q = apply_rotary_emb(q, freqs, sequence_dim=1)
+            k = apply_rotary_emb(k, freqs, sequence_dim=1)
+        return self.result(q, k)
+
+
+class ReadByAFunction(Processor):
+    def __call__(self, attn, x, freqs=None, text=None):
+        q = attn.to_q(x).unflatten(-1, (-1, DIM))
+        k = attn.to_k(x).unflatten(-1, (-1, DIM))
+
+        def mean():
+            return q.mean()
+
+        q = attn.norm_q(q)
+        k = attn.norm_k(k)
+        more = mean()
+        q = apply_rotary_emb(q, freqs, sequence_dim=1)
+        k = apply_rotary_emb(k, freqs, sequence_dim=1)
+        return self.result(q, k) + more
+
+
+class OwnerIsGone(Processor):
+    def __call__(self, attn, x, freqs=None, text=None):
+        q = attn.to_q(x).unflatten(-1, (-1, DIM))
+        k = attn.to_k(x).unflatten(-1, (-1, DIM))
+        q = attn.norm_q(q)
+        k = attn.norm_k(k)
+        attn = None
+        q = apply_rotary_emb(q, freqs, sequence_dim=1)
+        k = apply_rotary_emb(k, freqs, sequence_dim=1)
+        return self.result(q, k)
+
+
+class OtherFunction(Processor):
+    """The name of the function means another one, later."""
+
+    def __call__(self, attn, x, freqs=None, text=None):
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        q = attn.to_q(x).unflatten(-1, (-1, DIM))
+        k = attn.to_k(x).unflatten(-1, (-1, DIM))
+        if text is None:
+            apply_rotary_emb = lambda x, freqs: x * 2  # noqa: E731
+        return self.result(apply_rotary_emb(q, freqs), apply_rotary_emb(k, freqs))
+
+
 class Attention(nn.Module):
     def __init__(self, kind: type, key_heads: int = HEADS):
         super().__init__()
@@ -253,7 +431,8 @@ def inputs_for(kind: type, device: str) -> dict:
     if kind is ByTurns:
         return {"x": x, "freqs": torch.polar(torch.ones_like(angles), angles)[None]}
     pairs = angles.repeat_interleave(2, dim=1)
-    return {"x": x, "freqs": (pairs.cos(), pairs.sin())}
+    more = {"text": SimpleNamespace(rotates=True)} if kind is Nested else {}
+    return {"x": x, "freqs": (pairs.cos(), pairs.sin()), **more}
 
 
 def results(attention: nn.Module, inputs: dict) -> list[torch.Tensor]:
@@ -296,6 +475,14 @@ KINDS = {
     KeysAreNotNormed: {"rms_norm": 1, "apply_rotary": 1},
     AfterProducts: {"apply_rotary": 1},
     OtherTables: {"rms_norm": 2, "apply_rotary": 2},
+    Nested: APART,
+    NestedParameters: ONE_CALL,
+    Guarded: APART,
+    StateChanges: APART,
+    NameIsImported: APART,
+    NameMayNotBeSet: APART,
+    ReadByAFunction: APART,
+    OwnerIsGone: APART,
     TablesAreUsedUp: {"apply_rotary": 2},
     TablesOfTheQuery: {"rms_norm": 2, "apply_rotary": 2},
 }
@@ -370,12 +557,70 @@ def test_fewer_heads_of_keys(integration, fuselage, device):
     assert_calls(integration, fuselage, attention, inputs, ONE_CALL)
 
 
-def test_what_is_normalised_changes_in_place(integration, device):
-    attention, inputs = Attention(ChangedInPlace).to(device), inputs_for(ChangedInPlace, device)
+@pytest.mark.parametrize("kind", [ChangedInPlace, AliasChanges, WrittenTo, WeightChanges])
+def test_what_is_normalised_changes_in_place(integration, device, kind):
+    attention, inputs = Attention(kind).to(device), inputs_for(kind, device)
     with torch.no_grad():
         expected = attention(**inputs)
         integration.patch(attention)
         assert_close(attention(**inputs), expected)
+
+
+@pytest.mark.parametrize("options", [None, SimpleNamespace(rotates=False)])
+def test_conditions_are_asked_in_their_order(integration, fuselage, device, options):
+    inputs = {**inputs_for(Nested, device), "text": options}
+    assert_calls(integration, fuselage, Attention(Nested).to(device), inputs, {"rms_norm": 2})
+
+
+def test_a_guard(integration, device):
+    attention, inputs = Attention(Guarded).to(device), inputs_for(Guarded, device)
+    integration.patch(attention)
+    assert attention(inputs["x"]) is inputs["x"]
+
+
+def test_a_name_that_means_another_function(integration, device):
+    attention, inputs = Attention(OtherFunction).to(device), inputs_for(OtherFunction, device)
+    expected = attention(**inputs)
+    assert "rotary" in integration.patch(attention).left_alone[""]
+    assert torch.equal(attention(**inputs), expected)
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_a_hook_of_accelerate_is_called(integration, fuselage, device, patch_first):
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Twice(hooks.ModelHook):
+        def post_forward(self, module, output):
+            return output * 2
+
+    attention, inputs = Attention(Plain).to(device), inputs_for(Plain, device)
+    hooked = copy.deepcopy(attention)
+    hooks.add_hook_to_module(hooked.norm_q, Twice())
+    expected = hooked(**inputs)
+    if patch_first:
+        integration.patch(attention)
+    hooks.add_hook_to_module(attention.norm_q, Twice())
+    if not patch_first:
+        integration.patch(attention)
+    assert_close(attention(**inputs), expected)
+
+
+def _layer_norms(attention):
+    attention.norm_q, attention.norm_k = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+
+
+def _functions(attention):
+    del attention.norm_q, attention.norm_k
+    attention.norm_q, attention.norm_k = torch.tanh, torch.sigmoid
+
+
+@pytest.mark.parametrize("change", [_layer_norms, _functions])
+def test_other_norms(integration, device, change):
+    attention, inputs = Attention(Plain), inputs_for(Plain, device)
+    change(attention.to(device))
+    expected = attention(**inputs)
+    assert integration.patch(attention).replaced[""] == "apply_rotary"
+    assert_close(attention(**inputs), expected)
 
 
 class Across(Processor):

@@ -143,6 +143,11 @@ def listened_to(module: torch.nn.Module) -> bool:
     )
 
 
+def wrapped(module: torch.nn.Module) -> bool:
+    """Whether a hook of accelerate or diffusers is around its forward."""
+    return _slot(module) != (module, "forward")
+
+
 def unpatch_modules(model: torch.nn.Module) -> int:
     """Gives every module its own methods back; returns how many had other ones."""
     count = 0

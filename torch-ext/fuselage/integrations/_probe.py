@@ -137,9 +137,12 @@ def left_to_the_compiler() -> bool:
 def taken(x: torch.Tensor, compiled: bool = False) -> bool:
     """Whether an operator of ours takes `x` here; the module's own forward runs on others.
 
-    `compiled`: whether it is faster on a GPU than what the compiler makes.
+    `compiled`: whether it is faster on a GPU than what the compiler makes. What is exported is to
+    run without fuselage.
     """
-    return x.dtype in DTYPES and not (left_to_the_compiler() and not (compiled and is_on_gpu(x)))
+    if x.dtype not in DTYPES or not left_to_the_compiler():
+        return x.dtype in DTYPES
+    return compiled and is_on_gpu(x) and not torch.compiler.is_exporting()
 
 
 def is_on_gpu(x: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ import torch
 from ..rope import apply_rotary, qk_norm_rotary
 from . import _probe, _source
 from ._norms import eps_of
-from ._patch import Found, Match, listened_to, marked, replacement_of
+from ._patch import Found, Match, listened_to, marked, replacement_of, wrapped
 
 WHAT = "apply_rotary"
 NORM_AND_ROTARY = "qk_norm_rotary"
@@ -289,9 +289,11 @@ def rounding_of(q_norm: torch.nn.Module, k_norm: torch.nn.Module, q) -> Optional
     what = replacement_of(q_norm)
     if what is None or what not in _ROUNDINGS or what != replacement_of(k_norm):
         return None
-    if listened_to(q_norm) or listened_to(k_norm) or _probe.autocasts(q):
+    if _probe.autocasts(q):
         return None
     for norm in (q_norm, k_norm):
+        if listened_to(norm) or wrapped(norm):
+            return None
         weight = getattr(norm, "weight", None)
         if weight is not None and (weight.dtype, weight.device) != (q.dtype, q.device):
             return None

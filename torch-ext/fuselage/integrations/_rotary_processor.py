@@ -82,6 +82,8 @@ def _local_function(definition, call: Callable, name: str) -> Optional[Callable]
     """The function that `call` imports or defines itself, if that is always the same one."""
     sources = {}
     for node in ast.walk(definition):
+        if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load):
+            return None
         if isinstance(node, (ast.FunctionDef, ast.Import, ast.ImportFrom)):
             names = [getattr(node, "name", None), *(n.name for n in getattr(node, "names", ()))]
             if name in names:
@@ -150,7 +152,8 @@ def _rotation(original: Callable, known: Callable) -> Callable:
 
     def of_both(q_norm, k_norm, q, k, *args, **kwargs):
         rounding = None
-        if None not in (q_norm, k_norm) and q.shape[-1] <= _WIDEST_NORM:
+        norms = (norm for norm in (q_norm, k_norm) if isinstance(norm, torch.nn.Module))
+        if len(list(norms)) == 2 and q.shape[-1] <= _WIDEST_NORM:
             rounding = rounding_of(q_norm, k_norm, q)
         if rounding is not None and (found := known_of_both(True, q, k, *args, **kwargs)):
             (cos, sin), options = found

@@ -9,19 +9,22 @@ after the other are rotated by one call, which normalises them, too, where the s
 
 `<rotated>` says that the call is reached, here `freqs is not None`. A condition in between whose
 body reads the query, as one that puts text before images, must not hold either: where it does, the
-norm stays where it was, and the call gets None for it.
+norm stays where it was, and the call gets None for it. Conditions are asked at both places: they
+are of names that are set in any case and of attributes of the attention, and nothing in between may
+leave, or change anything in place.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Optional
 
 import torch
 
 from . import _source
+from ._patch import replacement_of
 from ._statements import name_node
 
 Place = tuple[list[ast.stmt], int]  # a body and the index of a statement in it
@@ -82,28 +85,33 @@ class _Norm:
 
     Attributes:
         module_name: Of the module.
-        here: Conditions under which the norm runs where it is, and those under which what follows
-            reads its result before it is rotated, negated.
-        reached: Conditions under which the rotation is reached.
+        conditions: Under which it may be left to the rotation, in the order of the source.
+        reached: Those of them that hold where the rotation is.
     """
 
     body: list[ast.stmt]
     index: int
     module_name: str
-    here: list[ast.expr] = field(default_factory=list)
-    reached: list[ast.expr] = field(default_factory=list)
+    conditions: list[ast.expr]
+    reached: list[ast.expr]
+
+    @property
+    def _here(self) -> list[ast.expr]:
+        return [test for test in self.conditions if test not in self.reached]
 
     def defer(self) -> ast.expr:
         """Leaves it to the rotation; the module of the norm, or None where it did run."""
         statement = self.body[self.index]
-        norm = statement.value
-        statement.value = _where([*self.here, *self.reached], norm.args[0], norm)
-        return _where(self.here, norm.func, ast.Constant(None))
+        norm, self.name = statement.value, statement.value.func.attr
+        statement.value = _where(self.conditions, norm.args[0], norm)
+        return _where(self._here, norm.func, ast.Constant(None))
 
     def may_join(self, module: torch.nn.Module) -> bool:
         """Whether it is part of the call, as far as the attributes of the module say."""
-        answers = (_source.truth(test, self.module_name, module) for test in self.here)
-        return False not in answers
+        answers = (_source.truth(test, self.module_name, module) for test in self._here)
+        norm = module._modules.get(self.name)
+        is_rms = norm is not None and (replacement_of(norm) or "").startswith("rms_norm")
+        return is_rms and False not in answers
 
 
 def _where(conditions: list[ast.expr], x: ast.expr, y: ast.expr) -> ast.expr:
@@ -116,39 +124,83 @@ def _norm_before(places: list[Place], name: str, definition: ast.FunctionDef) ->
     """The norm that sets what the pair at the last of `places` rotates as `name`; of the module
     that is the first argument after `self`.
     """
-    module_name = (*(argument.arg for argument in definition.args.args), None, None)[1]
-    here, reached, changed, mutated = [], [], set(), set()
+    arguments = definition.args
+    parameters = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
+    if len(parameters) < 2 or _is_captured(name, definition):
+        return None
+    module_name, known = parameters[1], {*parameters, *(a.arg for a in arguments.kwonlyargs)}
+    conditions, reached, changed = [], [], set()  # the last condition first
     for depth, (body, end) in enumerate(reversed(places)):
         if depth > 0:
             reached.append(body[end].test)
+            conditions.append(body[end].test)
         for i in reversed(range(end)):
-            statement, found = body[i], None
-            is_function = isinstance(statement, ast.FunctionDef)  # what it sets is its own
-            sets = {statement.name} if is_function else _source.changes(statement)
-            changed |= sets
-            if name not in sets | _source.loads(statement):
-                mutated |= _source.mutates(statement)
-                continue
-            if isinstance(statement, ast.If):
-                others = (statement.test, *statement.orelse)
-                if any(name in _source.changes(s) | _source.loads(s) for s in others):
+            statement, norm = body[i], None
+            if _is_norm(statement, name, module_name):
+                norm = (body, i)
+            elif isinstance(statement, ast.If) and name in _names_in(statement):
+                if any(name in _names_in(s) for s in (statement.test, *statement.orelse)):
                     return None
                 if len(statement.body) == 1 and _is_norm(statement.body[0], name, module_name):
-                    here.append(statement.test)
-                    found = _Norm(statement.body, 0, module_name, here, reached)
+                    norm = (statement.body, 0)
+                    conditions.append(statement.test)
                 else:
-                    here.append(ast.UnaryOp(ast.Not(), statement.test))
-            elif _is_norm(statement, name, module_name):
-                found = _Norm(body, i, module_name, here, reached)
-            else:
+                    conditions.append(ast.UnaryOp(ast.Not(), statement.test))
+            elif name in _names_in(statement):
                 return None
-            if found is not None:
-                tests, x = [*here, *reached], found.body[found.index].value.args[0].id
-                read = set().union(*map(_source.loads, tests))
-                stays = x not in mutated and not read & changed
-                return found if stays and all(map(_source.is_static, tests)) else None
-            mutated |= _source.mutates(statement)
+            if norm is not None:
+                # What is set in any case before it.
+                top = i if body is definition.body else places[0][1]
+                known |= {(_source.assigned(s) or (None,))[0] for s in definition.body[:top]}
+                asked = all(_may_be_asked_twice(test, module_name, known) for test in conditions)
+                read = {module_name}.union(*map(_source.loads, conditions))
+                if not asked or read & changed:
+                    return None
+                return _Norm(*norm, module_name, conditions[::-1], reached)
+            if not _is_harmless(statement):
+                return None
+            changed |= _names_set(statement)
     return None
+
+
+def _names_set(statement: ast.stmt) -> set[str]:
+    """By a statement that is harmless."""
+    if isinstance(statement, ast.FunctionDef):  # what it sets is its own
+        return {statement.name}
+    aliases = (part for part in ast.walk(statement) if isinstance(part, ast.alias))
+    return _source.changes(statement).union(a.asname or a.name for a in aliases)
+
+
+def _names_in(tree: ast.AST) -> set[str]:
+    return _source.changes(tree) | _source.loads(tree)
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+
+
+def _is_captured(name: str, definition: ast.FunctionDef) -> bool:
+    """Whether a function inside may read or set it."""
+    inner = (n for n in ast.walk(definition) if isinstance(n, _FUNCTIONS) and n is not definition)
+    return any(name in _names_in(function) for function in inner)
+
+
+def _is_harmless(statement: ast.stmt) -> bool:
+    """Whether what stands after it runs, and nothing was changed in place."""
+    if isinstance(statement, ast.FunctionDef):
+        return True
+    parts = list(ast.walk(statement))
+    kinds = (ast.Assign, ast.AnnAssign, ast.Expr, ast.If, ast.Pass, ast.Import, ast.ImportFrom)
+    if not all(isinstance(part, kinds) for part in parts if isinstance(part, ast.stmt)):
+        return False
+    has_out = any(getattr(part, "arg", None) == "out" for part in parts)
+    return not has_out and not _source.mutates(statement)
+
+
+def _may_be_asked_twice(test: ast.expr, module_name: str, known: set[str]) -> bool:
+    """Of known names and of attributes of the module alone."""
+    owners = (part.value for part in ast.walk(test) if isinstance(part, ast.Attribute))
+    of_module = all(getattr(owner, "id", None) == module_name for owner in owners)
+    return of_module and _source.is_static(test) and _source.loads(test) <= known
 
 
 def _is_norm(statement: ast.stmt, name: str, module_name: str) -> bool:

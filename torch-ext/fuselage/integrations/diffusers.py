@@ -40,9 +40,9 @@ PARTS = (
     recognise_group_norm,
     recognise_activation,
     recognise_rotary_attention,
-    recognise_rotary_processor,
 )
 BLOCKS = (recognise_fusion, recognise_group_norm_act)
+BODIES = (recognise_rotary_processor,)  # which asks what became of the norms
 
 
 def patch(pipe: object, *, linear: Optional[str] = None, keep: Sequence[str] = ()) -> Report:
@@ -67,7 +67,7 @@ def patch(pipe: object, *, linear: Optional[str] = None, keep: Sequence[str] = (
     check_option(linear)
     report = Report()
     for name, model in _models(pipe):
-        patch_modules(model, PARTS, BLOCKS, report=report, prefix=name)
+        patch_modules(model, PARTS, BLOCKS, report, name, BODIES)
         replace_linears(model, linear, keep, report, name, fuses_quantization=False)
         if linear is not None:
             patch_modules(model, (recognise_feed_forward,), report=report, prefix=name)
