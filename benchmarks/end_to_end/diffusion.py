@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .models import BLOCKS_NOTE, FLOAT8, Scenario, compiled_blocks, compiled_whole, created_on
+from .models import FLOAT8, Scenario, created_on, how_compiled
 
 
 @dataclass
@@ -223,17 +223,16 @@ def denoising(
         else f"{model_name}, {'fp32' if exact else 'bf16'}:{made}"
     )
     blocks = [m for m in model.modules() if type(m).__name__ in model._repeated_blocks]
-    compiled = compiled_whole(model) if denoiser.whole else compiled_blocks(blocks, model)
-    how = "compiled whole" if denoiser.whole else BLOCKS_NOTE
+    compile, note = how_compiled(model, None if denoiser.whole else blocks)
     return Scenario(
         title=title,
         model=model,
         step=step,
         outputs=lambda call: (step(call),),
-        compiled=compiled,
+        compiled=compile,
         integration="diffusers",
         per_sample=denoiser.steps,
-        notes=[*notes, how, "the denoiser alone: no text encoder, no autoencoder"],
+        notes=[*notes, note, "the denoiser alone: no text encoder, no autoencoder"],
         **(FLOAT8 if float8 else {}),
     )
 
@@ -314,13 +313,14 @@ def decoding(
         if quick
         else f"{model_name}, {'fp32' if exact else 'bf16'}:{made}"
     )
+    compile, note = how_compiled(decoder, None)
     order = "channels last" if channels_last else "contiguous"
     return Scenario(
         title=f"{title} ({order})",
         model=decoder,
         step=step,
         outputs=lambda call: (step(call),),
-        compiled=compiled_whole(decoder),
+        compiled=compile,
         integration="diffusers",
-        notes=["compiled whole", "the decoder alone"],
+        notes=[note, "the decoder alone"],
     )

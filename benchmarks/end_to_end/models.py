@@ -89,6 +89,15 @@ FLOAT8 = {
 BLOCKS_NOTE = "compiled block by block (fullgraph), as all blocks are alike"
 
 
+def how_compiled(
+    model: torch.nn.Module, blocks: list[torch.nn.Module] | None
+) -> tuple[Callable, str]:
+    """What compiles a model, whole where there are no `blocks`; and the note on it."""
+    if blocks is None:
+        return compiled_whole(model), "compiled whole"
+    return compiled_blocks(blocks, model), BLOCKS_NOTE
+
+
 def compiled_whole(model: torch.nn.Module, mode: str = "default"):
     """Compiles the model, masks included."""
 

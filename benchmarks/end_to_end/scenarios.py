@@ -9,7 +9,7 @@ import torch
 
 from .batch import Batches
 from .diffusion import AUTOENCODERS, DENOISERS, decoding, denoising
-from .models import BLOCKS_NOTE, FLOAT8, Scenario, compiled_blocks, compiled_whole, created_on
+from .models import FLOAT8, Scenario, compiled_whole, created_on, how_compiled
 
 # Causal language models, by the name of their classes, and a size where there are several.
 SHAPES = {
@@ -116,13 +116,6 @@ def causal_model(
     return model.eval(), f"{title}, {'fp32' if quick or exact else 'bf16'}", notes
 
 
-def how_compiled(model: torch.nn.Module, whole: bool) -> tuple[Callable, str]:
-    """What compiles a causal model, and the note on it."""
-    if whole:
-        return compiled_whole(model), "compiled whole"
-    return compiled_blocks(list(model.model.layers), model), BLOCKS_NOTE
-
-
 def prefill(
     device: str,
     quick: bool,
@@ -134,7 +127,7 @@ def prefill(
 ) -> Scenario:
     """Logits of the last token of prompts."""
     model, title, notes = causal_model(device, quick, layers, exact, kind=kind, whole=whole)
-    compile, note = how_compiled(model, whole)
+    compile, note = how_compiled(model, None if whole else list(model.model.layers))
     batch, tokens = (2, 64) if quick else (2, 4096)
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=device)
 
@@ -224,7 +217,7 @@ def training(
 ) -> Scenario:
     """Forward, loss, backward and AdamW."""
     model, title, notes = causal_model(device, quick, layers, exact, True, kind, whole)
-    compile, note = how_compiled(model, whole)
+    compile, note = how_compiled(model, None if whole else list(model.model.layers))
     model.train()
     batch, tokens = (2, 64) if quick else (1, 4096)
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=device)
@@ -271,7 +264,7 @@ def training_loss(
 ) -> Scenario:
     """Forward, loss and backward; the loss may be taken from what goes into the head."""
     model, title, notes = causal_model(device, quick, layers, exact, True, kind, whole=True)
-    compile, note = how_compiled(model, True)
+    compile, note = how_compiled(model, None)
     model.train()
     vocab = model.config.vocab_size
     batch, tokens = (2, 64) if quick else (8, 1024)
@@ -349,6 +342,7 @@ def encoding(
     def step(call: Callable) -> torch.Tensor:
         return call(input_ids=ids).last_hidden_state
 
+    compile, note = how_compiled(model, None)
     name = kind.replace("Bert", "BERT")
     title = f"small {name}" if quick else f"{name}-large shape"
     return Scenario(
@@ -356,9 +350,9 @@ def encoding(
         model=model,
         step=step,
         outputs=lambda call: (step(call),),
-        compiled=compiled_whole(model),
+        compiled=compile,
         integration="transformers",
-        notes=[*notes, "compiled whole"],
+        notes=[*notes, note],
     )
 
 

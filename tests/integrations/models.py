@@ -85,6 +85,19 @@ def _name_of(func, fuselage) -> list[str]:
     return [name.removesuffix("_fwd")] if namespace == ours else []
 
 
+def small_autoencoder() -> nn.Module:
+    import diffusers
+
+    return diffusers.AutoencoderKL(
+        block_out_channels=(16, 32),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        layers_per_block=1,
+        norm_num_groups=8,
+        sample_size=16,
+    )
+
+
 def compiled_and_counted(model: nn.Module, fuselage) -> tuple[Callable, Counter]:
     """The model compiled whole, and fuselage's ops in the graph, counted when it is traced."""
     from torch._dynamo.backends.registry import lookup_backend

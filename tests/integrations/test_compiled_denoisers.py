@@ -7,7 +7,7 @@ import importlib
 
 import pytest
 import torch
-from integrations.models import assert_close, compiled_and_counted
+from integrations.models import assert_close, compiled_and_counted, small_autoencoder
 from torch import nn
 
 pytest.importorskip("diffusers")
@@ -124,14 +124,9 @@ def large_group(fuselage, monkeypatch) -> int:
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_group_norms_of_an_autoencoder(fuselage, device, on_gpu, large_group, monkeypatch, order):
     """All of them, with the SiLU after them."""
-    from diffusers import AutoencoderKL
-
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
-    sizes = {"block_out_channels": (16, 32), "norm_num_groups": 8, "layers_per_block": 1}
-    blocks = {"up_block_types": ("UpDecoderBlock2D",) * 2}
-    decoder = AutoencoderKL(**sizes, **blocks, down_block_types=("DownEncoderBlock2D",) * 2).decoder
-    decoder = decoder.to(device, memory_format=order).eval()
+    decoder = small_autoencoder().decoder.to(device, memory_format=order).eval()
     x = torch.randn(2, 4, 8, 8, device=device).to(memory_format=order)
     norms = sum(isinstance(module, nn.GroupNorm) for module in decoder.modules())
     assert_calls(fuselage, decoder, {"sample": x}, {"group_norm": norms} if on_gpu else {})

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from integrations.models import assert_close, counted_ops, randomise
+from integrations.models import assert_close, counted_ops, randomise, small_autoencoder
 from torch import nn
 
 diffusers = pytest.importorskip("diffusers")
@@ -18,14 +18,7 @@ def integration(fuselage):
 
 
 def vae():
-    model = diffusers.AutoencoderKL(
-        block_out_channels=(16, 32),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        layers_per_block=1,
-        norm_num_groups=8,
-        sample_size=16,
-    )
+    model = small_autoencoder()
     randomise(model)
     return model.eval(), torch.randn(2, 3, 16, 16)
 
