@@ -643,8 +643,8 @@ def test_fewer_sequences_of_keys(integration, fuselage, device):
 
 
 def test_longer_heads_than_the_kernel_takes(integration, fuselage, device, monkeypatch):
-    module = importlib.import_module(f"{fuselage.integrations.__name__}._rotary_processor")
-    monkeypatch.setattr(module, "_WIDEST_NORM", DIM - 1)
+    module = importlib.import_module(f"{fuselage.integrations.__name__}._rotary")
+    monkeypatch.setattr(module, "_WIDEST", DIM - 1)
     attention = Attention(Plain).to(device)
     assert_calls(integration, fuselage, attention, inputs_for(Plain, device), APART)
 

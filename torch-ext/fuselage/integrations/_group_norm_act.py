@@ -19,7 +19,7 @@ from typing import Callable, Optional
 import torch
 
 from ..group_norm import group_norm
-from . import _probe, _source
+from . import _source
 from ._group_norms import GROUP_NORM, taken
 from ._patch import Found, Match, listened_to, marked, replacement_of
 
@@ -34,7 +34,7 @@ def group_norm_act(norm: torch.nn.Module, act: torch.nn.Module, x):
     if not fits or listened_to(norm) or listened_to(act) or "forward" in vars(act):
         return act(norm(x))
     weight, bias = norm.weight, norm.bias
-    if not taken(norm, x) or _probe.autocasts(x) or x.dim() < 3 or x.shape[1] != norm.num_channels:
+    if not taken(norm, x) or x.dim() < 3 or x.shape[1] != norm.num_channels:
         return act(norm(x))
     if weight is not None and weight.device != x.device:
         return act(norm(x))  # a hook around the norm knows where its weight is

@@ -140,8 +140,10 @@ def taken(x: torch.Tensor, compiled: bool = False) -> bool:
     `compiled`: whether it is faster on a GPU than what the compiler makes. What is exported is to
     run without fuselage.
     """
-    if x.dtype not in DTYPES or not left_to_the_compiler():
-        return x.dtype in DTYPES
+    if x.dtype not in DTYPES:
+        return False
+    if not left_to_the_compiler():
+        return True
     return compiled and is_on_gpu(x) and not torch.compiler.is_exporting()
 
 

@@ -176,12 +176,11 @@ def _rotary(original: Callable, form: _Form) -> Callable:
         return apply_rotary(*heads, *tables, **options)
 
     def norm_and_rotate(q_norm, k_norm, q, k, *args, **kwargs):
-        found, rounding = known((q, k, *args), kwargs), rounding_of(q_norm, k_norm, q)
-        if found is None or rounding is None:
+        found = known((q, k, *args), kwargs)
+        both = None if found is None else normed_and_rotated(q_norm, k_norm, q, k, *found[1:])
+        if both is None:
             return apply_rotary_pos_emb(q_norm(q), k_norm(k), *args, **kwargs)
-        heads, tables, options = found
-        weights = getattr(q_norm, "weight", None), getattr(k_norm, "weight", None)
-        return qk_norm_rotary(*heads, *weights, *tables, eps_of(q_norm), **options, **rounding)
+        return both
 
     apply_rotary_pos_emb.norm_and_rotate = norm_and_rotate
     return apply_rotary_pos_emb
@@ -284,7 +283,22 @@ def _normed_before(
     return (i, node, node.args[0]) if len(node.args) == 1 and not node.keywords else None
 
 
-def rounding_of(q_norm: torch.nn.Module, k_norm: torch.nn.Module, q) -> Optional[dict]:
+def normed_and_rotated(q_norm, k_norm, q, k, tables, options: dict) -> Optional[tuple]:
+    """Queries and keys after two norms and `apply_rotary(.., *tables, **options)`, in one pass;
+    None where there is none for these norms.
+    """
+    if not (isinstance(q_norm, torch.nn.Module) and isinstance(k_norm, torch.nn.Module)):
+        return None
+    if q.shape[-1] > _WIDEST or (rounding := _rounding_of(q_norm, k_norm, q)) is None:
+        return None
+    weights = getattr(q_norm, "weight", None), getattr(k_norm, "weight", None)
+    return qk_norm_rotary(q, k, *weights, *tables, eps_of(q_norm), **options, **rounding)
+
+
+_WIDEST = 2048  # heads of `qk_norm_rotary` on a GPU
+
+
+def _rounding_of(q_norm: torch.nn.Module, k_norm: torch.nn.Module, q) -> Optional[dict]:
     """The options of `qk_norm_rotary` for two norms of ours; None if it has none for them."""
     what = replacement_of(q_norm)
     if what is None or what not in _ROUNDINGS or what != replacement_of(k_norm):

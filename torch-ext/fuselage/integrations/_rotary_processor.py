@@ -13,11 +13,10 @@ from typing import Callable, Optional
 
 import torch
 
-from ..rope import apply_rotary, qk_norm_rotary
+from ..rope import apply_rotary
 from . import _probe, _source
-from ._norms import eps_of
 from ._patch import Found, Match, original_of, replacement
-from ._rotary import NORM_AND_ROTARY, WHAT, rebound, rounding_of
+from ._rotary import NORM_AND_ROTARY, WHAT, normed_and_rotated, rebound
 from ._rotation_pairs import join
 
 _PROCESSOR_NAMES = ("apply_rotary_emb", "apply_rotary_emb_qwen")
@@ -151,14 +150,13 @@ def _rotation(original: Callable, known: Callable) -> Callable:
         return apply_rotary(x, None, *tables, **options)
 
     def of_both(q_norm, k_norm, q, k, *args, **kwargs):
-        rounding = None
-        norms = (norm for norm in (q_norm, k_norm) if isinstance(norm, torch.nn.Module))
-        if len(list(norms)) == 2 and q.shape[-1] <= _WIDEST_NORM:
-            rounding = rounding_of(q_norm, k_norm, q)
-        if rounding is not None and (found := known_of_both(True, q, k, *args, **kwargs)):
-            (cos, sin), options = found
-            weights = getattr(q_norm, "weight", None), getattr(k_norm, "weight", None)
-            return qk_norm_rotary(q, k, *weights, cos, sin, eps_of(q_norm), **options, **rounding)
+        found = both = None
+        if None not in (q_norm, k_norm):
+            found = known_of_both(True, q, k, *args, **kwargs)
+        if found is not None:
+            both = normed_and_rotated(q_norm, k_norm, q, k, *found)
+        if both is not None:
+            return both
         q, k = (x if norm is None else norm(x) for norm, x in ((q_norm, q), (k_norm, k)))
         if (found := known_of_both(False, q, k, *args, **kwargs)) is None:
             return apply_rotary_emb(q, *args, **kwargs), apply_rotary_emb(k, *args, **kwargs)
@@ -171,9 +169,6 @@ def _rotation(original: Callable, known: Callable) -> Callable:
 
     apply_rotary_emb.of_both = of_both
     return apply_rotary_emb
-
-
-_WIDEST_NORM = 2048  # of `qk_norm_rotary` on a GPU
 
 
 def _alike(q: torch.Tensor, k: torch.Tensor, heads_dim: int = 2, **options) -> bool:

@@ -81,7 +81,7 @@ def _rotated(statement: ast.stmt, rotate: str) -> Optional[tuple[str, str, froze
 
 @dataclass
 class _Norm:
-    """`name = module.norm(x)`, at a place.
+    """A call `module.norm(x)`, which a statement at a place sets a name to.
 
     Attributes:
         module_name: Of the module.
@@ -95,21 +95,23 @@ class _Norm:
     conditions: list[ast.expr]
     reached: list[ast.expr]
 
+    def __post_init__(self):
+        self.call = self.body[self.index].value
+
     @property
     def _here(self) -> list[ast.expr]:
         return [test for test in self.conditions if test not in self.reached]
 
     def defer(self) -> ast.expr:
         """Leaves it to the rotation; the module of the norm, or None where it did run."""
-        statement = self.body[self.index]
-        norm, self.name = statement.value, statement.value.func.attr
-        statement.value = _where(self.conditions, norm.args[0], norm)
-        return _where(self._here, norm.func, ast.Constant(None))
+        left = _where(self.conditions, self.call.args[0], self.call)
+        self.body[self.index].value = left
+        return _where(self._here, self.call.func, ast.Constant(None))
 
     def may_join(self, module: torch.nn.Module) -> bool:
         """Whether it is part of the call, as far as the attributes of the module say."""
         answers = (_source.truth(test, self.module_name, module) for test in self._here)
-        norm = module._modules.get(self.name)
+        norm = module._modules.get(self.call.func.attr)
         is_rms = norm is not None and (replacement_of(norm) or "").startswith("rms_norm")
         return is_rms and False not in answers
 
@@ -175,12 +177,10 @@ def _names_in(tree: ast.AST) -> set[str]:
     return _source.changes(tree) | _source.loads(tree)
 
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
-
-
 def _is_captured(name: str, definition: ast.FunctionDef) -> bool:
     """Whether a function inside may read or set it."""
-    inner = (n for n in ast.walk(definition) if isinstance(n, _FUNCTIONS) and n is not definition)
+    nodes = ast.walk(definition)
+    inner = (n for n in nodes if isinstance(n, _source.LATER) and n is not definition)
     return any(name in _names_in(function) for function in inner)
 
 

@@ -23,7 +23,7 @@ _CONDITIONAL = (
     *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
 )
 
-_LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)  # run at another time
+LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)  # run at another time
 
 
 def read(function: Callable, nested: bool = False) -> Optional[ast.FunctionDef]:
@@ -44,7 +44,7 @@ def read(function: Callable, nested: bool = False) -> Optional[ast.FunctionDef]:
     if not isinstance(definition, ast.FunctionDef) or not definition.args.args:
         return None
     inner = (node for node in ast.walk(definition) if node is not definition)
-    if not nested and any(isinstance(node, _LATER) for node in inner):
+    if not nested and any(isinstance(node, LATER) for node in inner):
         return None
     ast.increment_lineno(definition, first - 2)
     same = _same_code(_compiled(definition, (), function), function.__code__)
@@ -82,7 +82,7 @@ def _imported(path: str) -> frozenset[str]:
         node = nodes.pop()
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-        elif not isinstance(node, _LATER):
+        elif not isinstance(node, LATER):
             nodes += ast.iter_child_nodes(node)
     return frozenset(names)
 
