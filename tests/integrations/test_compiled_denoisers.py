@@ -9,6 +9,7 @@ import pytest
 import torch
 from integrations.models import assert_close, compiled_and_counted, small_autoencoder
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 pytest.importorskip("diffusers")
 
@@ -156,7 +157,7 @@ def test_group_norms_of_sizes_that_change(fuselage, device, on_gpu, large_group)
     """Nothing is asked of them."""
     norm = nn.GroupNorm(4, 8).to(device)
     fuselage.integrations.diffusers.patch(norm)
-    graphs = torch._dynamo.testing.CompileCounter()
+    graphs = CompileCounter()
     torch._dynamo.reset()
     compiled = torch.compile(norm, fullgraph=True, backend=graphs)
     with torch.no_grad():

@@ -144,7 +144,14 @@ def taken(x: torch.Tensor, compiled: bool = False) -> bool:
         return False
     if not left_to_the_compiler():
         return True
-    return compiled and is_on_gpu(x) and not torch.compiler.is_exporting()
+    return compiled and is_on_gpu(x) and not _exports()
+
+
+# NOTE: until PyTorch 2.13 is_exporting() is true in whatever `torch.compile` traces; called outside
+# of the trace it is not.
+@torch.compiler.assume_constant_result
+def _exports() -> bool:
+    return torch.compiler.is_exporting()
 
 
 def is_on_gpu(x: torch.Tensor) -> bool:
