@@ -473,6 +473,31 @@ void gated_rms_norm(const DeviceInfo& device, Report& report) {
   }
 }
 
+void group_norm_cluster(const DeviceInfo& device, const GroupNormInput& p, Report& report) {
+  GroupNormPolicy policy{};
+  if (!group_norm_cluster_policy(p, device, policy)) return;
+  const int64_t vector = 16 / dtype_size(p.dtype), chunks = policy.chunks;
+  const int64_t all = p.channels_last ? p.positions : p.group_size / vector;
+  const int shared = static_cast<int>(group_norm_cluster_bytes(p, policy)) + kScratchBytes;
+  const int64_t clusters = p.channels_last ? p.samples : p.samples * p.groups;
+  expect_legal(report, device,
+               {clusters * chunks, policy.tiles, policy.threads_x, policy.threads_y, shared,
+                static_cast<int>(chunks)},
+               kGroupNormClusterThreads);
+  report.expect(policy.threads_x * policy.threads_y >= kWarpSize, "no whole warp");
+  report.expect(chunks * policy.chunk_positions >= all, "chunks that do not make a group");
+  if (p.channels_last) {
+    const int64_t width = policy.threads_x * vector;
+    report.expect(policy.tiles * width == p.channels, "channels without a thread");
+    report.expect(width % p.group_channels == 0, "a tile of a part of a group");
+    report.expect(width / p.group_channels <= kGroupNormClusterParts, "too many parts");
+  } else {
+    report.expect(p.positions % vector == 0, "a vector of two channels");
+    report.expect(policy.threads_x / kWarpSize <= kGroupNormClusterParts, "too many parts");
+    report.expect(policy.chunk_positions * chunks < INT32_MAX / 16, "more than an int holds");
+  }
+}
+
 void group_norm(const DeviceInfo& device, Report& report) {
   for (const DType dtype : kDTypes) {
     for (const int64_t positions : kDims) {
@@ -502,7 +527,9 @@ void group_norm(const DeviceInfo& device, Report& report) {
                           "a chunk that starts within a vector");
             report.expect(parts == 1 || flat.chunk_channels == 1, "planes of a part of each");
           }
+          group_norm_cluster(device, p, report);
           p.channels_last = true;
+          group_norm_cluster(device, p, report);
           const GroupNormPolicy last = group_norm_forward_policy(p);
           expect_legal(report, device,
                        {last.chunks, last.tiles, last.threads_x, last.threads_y,

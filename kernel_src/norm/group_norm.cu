@@ -1,15 +1,14 @@
 // The forward of group_norm on the GPU (formulas: norm/group_norm.h).
 //
-// Flat, a small group is read twice by one block, the second time from L1 or L2. Large ones, and
-// all samples that are channels last, take three kernels:
+// Flat, a small group is read twice by one block, the second time from L1 or L2. What a cluster
+// holds has a kernel of its own (norm/group_norm_cluster.cu). All else takes three kernels:
 //
 //   moments   blocks have a chunk each, and leave its moments of every group in it
 //   combine   a block for each group adds these up, in a fixed order
 //   apply     blocks have the same chunks, the last ones first: these are still in L2
 //
-// A thread takes the moments of each vector about its own mean, in registers, and merges them into
-// those that it has. Vectors of aligned tensors are read several at a time, others one after the
-// other: in the same order, so that bits do not depend on where a tensor starts.
+// Vectors of aligned tensors are read several at a time, others one after the other: in the same
+// order, so that bits do not depend on where a tensor starts.
 //
 // Flat, a block has some planes of a group, which are the positions of a channel, or some positions
 // of one. Channels last, it has some positions of all channels, or of a tile of them. A thread has
@@ -32,10 +31,6 @@ __device__ __forceinline__ void store_partial(float* partials, int64_t index,
   partial[0] = m.count;
   partial[1] = m.mean;
   partial[2] = m.squares;
-}
-
-__device__ __forceinline__ float2 statistics_of(const GroupMoments& m, float eps) {
-  return make_float2(m.mean, reciprocal_sqrt(__fdiv_rn(m.squares, m.count) + eps));
 }
 
 // ---- flat ----
@@ -96,16 +91,16 @@ __global__ void __launch_bounds__(kGroupNormFlatThreads, 2)
 
   float2 statistics{};
   if (takes_moments) {
-    GroupMoments m{0.0f, 0.0f, 0.0f};
+    ThreadMoments<N> own;
     chunk.for_planes([&](int plane, int size) {
       const auto add = [&](const V(&vectors)[1], int column) {
         float values[N];
         unpack(vectors[0], p.dtype, values);
-        m = merged(m, moments_of(values, max(0, min(size - column, N))));
+        own.add(values, max(0, min(size - column, N)));
       };
       for_vectors<T, kGroupNormAhead, 1>({x + plane * p.positions}, size, size, x_aligned, add);
     });
-    m = block_moments(m);
+    const GroupMoments m = block_moments(own.moments());
     if (!applies) {
       if (threadIdx.x == 0 && threadIdx.y == 0) store_partial(p.partials, block, m);
       launch_dependents();
@@ -163,24 +158,6 @@ __global__ void __launch_bounds__(kGroupNormCombineThreads)
 
 // ---- channels last ----
 
-// Moments of a thread's channels, of `count` positions each (Welford 1962).
-template <int N>
-struct ChannelMoments {
-  float count = 0.0f, mean[N] = {}, squares[N] = {};
-
-  __device__ __forceinline__ void add(const float (&values)[N]) {
-    count += 1.0f;
-    const float share = reciprocal_of_normal(count);
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      const float d = values[k] - mean[k];
-      // NOTE: the first mean is the value itself, bit for bit.
-      mean[k] = count > 1.0f ? fmaf(d, share, mean[k]) : values[k];
-      squares[k] = fmaf(d, values[k] - mean[k], squares[k]);
-    }
-  }
-};
-
 // Of all groups, of what the threads of a block have: a warp for each in turn. A group that has no
 // channel in the block's tile has an empty part there.
 template <typename T>
@@ -189,7 +166,7 @@ __device__ __forceinline__ void combine_channels(const GroupNormForward& p,
                                                  const float2* of_threads) {
   const int width = static_cast<int>(blockDim.x) * GroupNormRows<T>::N;  // of the tile
   const int tile_first = static_cast<int>(blockIdx.y) * width;
-  const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
+  const int thread = thread_of_block();
   const int warps = static_cast<int>(blockDim.x * blockDim.y) / kWarpSize;
   const int group_channels = static_cast<int>(p.group_channels);
   const int64_t parts = p.chunks * gridDim.y, part = rows.chunk * gridDim.y + blockIdx.y;
@@ -209,7 +186,7 @@ __device__ __forceinline__ void combine_channels(const GroupNormForward& p,
       const float2 of_thread = of_threads[y * width + first + i - y * channels];
       m = merged(m, {static_cast<float>(rows.count_of(y)), of_thread.x, of_thread.y});
     }
-    m = warp_moments(m, thread % kWarpSize);
+    m = warp_moments(m);
     if (thread % kWarpSize == 0)
       store_partial(p.partials, (rows.sample * p.groups + group) * parts + part, m);
   }
@@ -224,15 +201,15 @@ __global__ void __launch_bounds__(kGroupNormRowsThreads, kGroupNormRowsBlocks)
   const GroupNormRows<T> rows(p, chunks, blockIdx.x);
   const T* x = rows.start(static_cast<const T*>(p.x), p.x_stride);
   ChannelMoments<N> m;
+  bool first = true;
   rows.template for_rows<kGroupNormAhead, 1>({x}, rows.aligned(x),
                                              [&](const Vector<T, N>(&vectors)[1], int64_t) {
                                                float values[N];
                                                unpack(vectors[0], p.dtype, values);
-                                               m.add(values);
+                                               m.add(values, first);
+                                               first = false;
                                              });
-  float2* own = of_threads + (threadIdx.y * blockDim.x + threadIdx.x) * N;
-#pragma unroll
-  for (int k = 0; k < N; ++k) own[k] = make_float2(m.mean[k], m.squares[k]);
+  m.store(rows.count(), of_threads + thread_of_block() * N);
   __syncthreads();
   combine_channels(p, rows, of_threads);
   launch_dependents();
@@ -281,8 +258,7 @@ gpuError launch_combine(const GroupNormForward& p, int64_t parts, gpuStream stre
 }
 
 template <typename T>
-gpuError launch_flat(const GroupNormForward& p, gpuStream stream) {
-  const GroupNormPolicy policy = group_norm_forward_policy(p);
+gpuError launch_flat(const GroupNormForward& p, const GroupNormPolicy& policy, gpuStream stream) {
   const FlatDivisors divisors{p.chunks, p.groups, ceil_div(p.positions, p.chunk_positions)};
   const dim3 grid(static_cast<unsigned>(p.samples * p.groups * p.chunks));
   const dim3 block(policy.threads_x, policy.threads_y);
@@ -297,8 +273,7 @@ gpuError launch_flat(const GroupNormForward& p, gpuStream stream) {
 }
 
 template <typename T>
-gpuError launch_rows(const GroupNormForward& p, gpuStream stream) {
-  const GroupNormPolicy policy = group_norm_forward_policy(p);
+gpuError launch_rows(const GroupNormForward& p, const GroupNormPolicy& policy, gpuStream stream) {
   const dim3 grid(static_cast<unsigned>(p.samples * p.chunks), static_cast<unsigned>(policy.tiles));
   const dim3 block(policy.threads_x, policy.threads_y);
   const Divisor chunks(p.chunks);
@@ -310,23 +285,31 @@ gpuError launch_rows(const GroupNormForward& p, gpuStream stream) {
                           Divisor(p.group_channels));
 }
 
+GroupNormPolicy policy_of(const GroupNormInput& p, int device) {
+  GroupNormPolicy policy{};
+  const bool cluster = group_norm_cluster_policy(p, device_info(device), policy);
+  return cluster ? policy : group_norm_forward_policy(p);
+}
+
 }  // namespace
 
 namespace gpu {
 
-int64_t group_norm_forward_workspace(GroupNormForward& p, int /*device*/) {
-  const GroupNormPolicy policy = group_norm_forward_policy(p);
+int64_t group_norm_forward_workspace(GroupNormForward& p, int device) {
+  const GroupNormPolicy policy = policy_of(p, device);
   group_norm_set_chunks(p, policy);
-  if (!p.channels_last && p.chunks == 1) return 0;
+  if (policy.cluster || (!p.channels_last && p.chunks == 1)) return 0;
   return kGroupNormPartial * p.samples * p.groups * p.chunks * policy.tiles;
 }
 
-const char* group_norm_forward(const GroupNormForward& p, int /*device*/, void* raw_stream) {
+const char* group_norm_forward(const GroupNormForward& p, int device, void* raw_stream) {
   if (p.samples * p.groups * p.chunks > kGroupNormMostBlocks) return kGroupNormTooMany;
   const gpuStream stream = static_cast<gpuStream>(raw_stream);
+  const GroupNormPolicy policy = policy_of(p, device);
+  if (policy.cluster) return message_of(launch_group_norm_cluster(p, policy, stream));
   return message_of(dispatch_size(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return p.channels_last ? launch_rows<T>(p, stream) : launch_flat<T>(p, stream);
+    return p.channels_last ? launch_rows<T>(p, policy, stream) : launch_flat<T>(p, policy, stream);
   }));
 }
 

@@ -5,6 +5,7 @@
 #include "common/dispatch_size.h"
 #include "common/gpu_math.h"
 #include "common/quotient.h"
+#include "common/reduce.h"
 #include "common/runtime_dtype.h"
 #include "common/sigmoid_math.h"
 #include "common/vector.h"
@@ -15,6 +16,10 @@ namespace {
 
 __device__ __forceinline__ bool is_aligned_16(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
+
+__device__ __forceinline__ int thread_of_block() {
+  return static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
 }
 
 // ---- vectors under way ----
@@ -102,55 +107,76 @@ __device__ __forceinline__ GroupMoments merged(const GroupMoments& a, const Grou
   return {count, fmaf(d, share, a.mean), fmaf(a.count * share * d, d, a.squares + b.squares)};
 }
 
-// Of this lane and of that whose index differs in the bit `mask`, in both. NOTE: values are chosen
-// one by one: of two structs the compiler chooses addresses, and keeps them in memory.
-__device__ __forceinline__ GroupMoments merged_across(const GroupMoments& m, int mask, int lane) {
-  const float count = shuffle_xor(m.count, mask, kWarpSize);
-  const float mean = shuffle_xor(m.mean, mask, kWarpSize);
-  const float squares = shuffle_xor(m.squares, mask, kWarpSize);
-  const bool upper = (lane & mask) != 0;
-  return merged({upper ? count : m.count, upper ? mean : m.mean, upper ? squares : m.squares},
-                {upper ? m.count : count, upper ? m.mean : mean, upper ? m.squares : squares});
-}
-
-// Of the lanes of a warp, in every one of them.
-__device__ __forceinline__ GroupMoments warp_moments(GroupMoments m, int lane) {
-#pragma unroll 1
-  for (int mask = 1; mask < kWarpSize; mask *= 2) m = merged_across(m, mask, lane);
-  return m;
+// Of the lanes of a warp, in every one of them. The mean is that of a lane and how far the others
+// are from it, so that it is exact where all are equal.
+__device__ __forceinline__ GroupMoments warp_moments(const GroupMoments& m) {
+  const int lane = thread_of_block() % kWarpSize;
+  const int pivot = static_cast<int>(highest_of_warp(m.count > 0.0f ? lane : 0));
+  const float mean = shuffle_from(m.mean, pivot, kWarpSize);
+  const float count = warp_sum(m.count, kWarpSize);
+  const float share = m.count * reciprocal_of_normal(fmaxf(count, 1.0f));
+  const float from_pivot = m.count > 0.0f ? m.mean - mean : 0.0f;
+  const float to_all = warp_sum(share * from_pivot, kWarpSize), d = from_pivot - to_all;
+  return {count, mean + to_all, warp_sum(fmaf(m.count * d, d, m.squares), kWarpSize)};
 }
 
 // Of the threads of a block, whole warps of them, in every one. All of them call, once.
 __device__ __forceinline__ GroupMoments block_moments(GroupMoments m) {
   __shared__ GroupMoments of_warps[kWarpSize];
-  const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
+  const int thread = thread_of_block();
   const int lane = thread % kWarpSize;
-  m = warp_moments(m, lane);
+  m = warp_moments(m);
   if (lane == 0) of_warps[thread / kWarpSize] = m;
   __syncthreads();
   const int warps = static_cast<int>(blockDim.x * blockDim.y) / kWarpSize;
-  return warp_moments(lane < warps ? of_warps[lane] : GroupMoments{0.0f, 0.0f, 0.0f}, lane);
+  return warp_moments(lane < warps ? of_warps[lane] : GroupMoments{0.0f, 0.0f, 0.0f});
 }
 
-// Of the first `count` values of a vector, about their own mean: the others are zero.
+// Of values that a thread sums up less a pivot, of which squares then lose the square of how far it
+// is from the mean. It is the mean of the first vector, so that this is at most the vector's share
+// of the squares: n values have n/N roundings of them more, if that vector lies outside of all
+// others, and none if it does not.
 template <int N>
-__device__ __forceinline__ GroupMoments moments_of(const float (&values)[N], int count) {
-  float parts[N];
+struct ThreadMoments {
+  float count = 0.0f, pivot = 0.0f, sum = 0.0f, squares = 0.0f;
+
+  // The first `inside` values of a vector, of which the others are zero.
+  __device__ __forceinline__ void add(const float (&values)[N], int inside = N) {
+    if (count == 0.0f) {
+      pivot = sum_of(values) * (1.0f / N);
+      if (inside < N) pivot = __fdiv_rn(sum_of(values), static_cast<float>(max(inside, 1)));
+    }
+    count += static_cast<float>(inside);
+    float d[N];
 #pragma unroll
-  for (int k = 0; k < N; ++k) parts[k] = values[k];
-#pragma unroll
-  for (int step = N / 2; step > 0; step /= 2) {
-#pragma unroll
-    for (int k = 0; k < step; ++k) parts[k] += parts[k + step];
+    for (int k = 0; k < N; ++k) {
+      d[k] = k < inside ? values[k] - pivot : 0.0f;
+      squares = fmaf(d[k], d[k], squares);
+    }
+    sum += sum_of(d);
   }
-  GroupMoments m{static_cast<float>(count), parts[0] * (1.0f / N), 0.0f};
-  if (count < N) m.mean = __fdiv_rn(parts[0], fmaxf(m.count, 1.0f));
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    const float d = k < count ? values[k] - m.mean : 0.0f;
-    m.squares = fmaf(d, d, m.squares);
+  __device__ __forceinline__ GroupMoments moments() const {
+    const float d = sum * reciprocal_of_normal(fmaxf(count, 1.0f));
+    return {count, pivot + d, max_or_nan(fmaf(-sum, d, squares), 0.0f)};
   }
-  return m;
+
+ private:
+  static __device__ __forceinline__ float sum_of(const float (&values)[N]) {
+    float parts[N];
+#pragma unroll
+    for (int k = 0; k < N; ++k) parts[k] = values[k];
+#pragma unroll
+    for (int step = N / 2; step > 0; step /= 2) {
+#pragma unroll
+      for (int k = 0; k < step; ++k) parts[k] += parts[k + step];
+    }
+    return parts[0];
+  }
+};
+
+// Mean and rstd.
+__device__ __forceinline__ float2 statistics_of(const GroupMoments& m, float eps) {
+  return make_float2(m.mean, reciprocal_sqrt(__fdiv_rn(m.squares, m.count) + eps));
 }
 
 // ---- channels ----
@@ -268,5 +294,38 @@ struct GroupNormRows {
   }
 };
 
+// The same of each channel of a thread, of `count` positions; the pivot is its first value.
+template <int N>
+struct ChannelMoments {
+  float pivot[N], sum[N] = {}, squares[N] = {};
+
+  __device__ __forceinline__ void add(const float (&values)[N], bool first) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      if (first) pivot[k] = values[k];
+      const float d = values[k] - pivot[k];
+      sum[k] += d;
+      squares[k] = fmaf(d, d, squares[k]);
+    }
+  }
+  // Means and squares of the channels, zero where there are no positions.
+  __device__ __forceinline__ void store(int count, float2* moments) const {
+    const float share = count == 0 ? 0.0f : reciprocal_of_normal(static_cast<float>(count));
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const float d = sum[k] * share;
+      moments[k] = make_float2(count == 0 ? 0.0f : pivot[k] + d,
+                               max_or_nan(fmaf(-sum[k], d, squares[k]), 0.0f));
+    }
+  }
+};
+
 }  // namespace
+
+struct GroupNormPolicy;
+
+// norm/group_norm_cluster.cu
+gpuError launch_group_norm_cluster(const GroupNormForward& p, const GroupNormPolicy& policy,
+                                   gpuStream stream);
+
 }  // namespace fuselage

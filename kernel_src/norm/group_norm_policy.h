@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 
 #include "common/launch_policy.h"
 #include "norm/group_norm.h"
@@ -24,8 +25,27 @@ constexpr int64_t kGroupNormWholeBytes = 64 * 1024;  // of a group that one bloc
 constexpr int64_t kGroupNormChunkBytes = 16 * 1024;
 constexpr int kGroupNormChunkThreads = 128;
 
+// Where a cluster's shared memory holds a group, or a tile of them: threads of a block, at most,
+// and blocks of a multiprocessor, by which the kernels get their registers; parts that a block has
+// moments of; and bytes that it holds.
+//
+// On an H100, bfloat16, 32 groups, us with one kernel and with three: flat, two samples of
+// (320, 64, 64) 8.9 and 12.1, (640, 64, 64) 14.6 and 14.9, eight 40 and 49, two of (960, 64, 64)
+// 17.5 and 20.2. With 82 KB a block, (640, 128, 128), 51 and 49. Channels last, two of (1280, 8, 8)
+// 6.6 and 15.5, (1280, 32, 32) 12.9 and 19.4, (640, 64, 64) 20.8 and 23.8; but (1280, 64, 64) 40
+// and 36: a tile is 80 bytes of every row.
+constexpr int kGroupNormClusterThreads = 256, kGroupNormClusterBlocks = 3;
+constexpr int kGroupNormClusterParts = 32;
+constexpr int64_t kGroupNormHeldBytes = 48 * 1024;
+constexpr int64_t kGroupNormRowsHeldBytes = 64 * 1024;          // channels last, at most
+constexpr int64_t kGroupNormRowsSampleBytes = 6 * 1024 * 1024;  // of a sample, channels last
+constexpr int64_t kGroupNormTileBytes = 64;                     // of a row, at least
+// Flat, of a group that one block reads twice although there are clusters.
+constexpr int64_t kGroupNormClusterWholeBytes = 32 * 1024;
+
 // Blocks are counted in 32 bits.
 constexpr int64_t kGroupNormMostBlocks = (int64_t{1} << 31) - 1;
+constexpr int64_t kGroupNormMostTiles = 65535;  // along y
 constexpr const char* kGroupNormTooMany = "there are too many groups or channels in all samples";
 
 inline int64_t round_up(int64_t value, int64_t step) { return ceil_div(value, step) * step; }
@@ -39,6 +59,7 @@ inline int64_t group_norm_chunk_bytes(int64_t bytes, int64_t parts, int64_t leas
 
 // Threads (x) for a vector of a plane each, side by side, and for planes (y).
 struct GroupNormPolicy {
+  bool cluster;  // one kernel, in which the chunks of a group are the blocks of a cluster
   int threads_x, threads_y;
   int64_t tiles;  // of channels, channels last
   int64_t chunks, chunk_positions, chunk_channels;
@@ -93,6 +114,61 @@ inline GroupNormPolicy group_norm_rows_policy(const GroupNormInput& p) {
                                     int64_t{policy.threads_y} * kGroupNormAhead);
   policy.chunks = ceil_div(p.positions, policy.chunk_positions);
   return policy;
+}
+
+// Shared memory of a block of a cluster.
+inline int64_t group_norm_cluster_bytes(const GroupNormInput& p, const GroupNormPolicy& policy) {
+  const int vector_size = 16 / dtype_size(p.dtype);
+  if (p.channels_last) {
+    const int64_t of_thread = ceil_div(policy.chunk_positions, policy.threads_y);
+    return policy.threads_x * policy.threads_y * (of_thread * 16 + vector_size * 8);
+  }
+  const int64_t elements = policy.chunk_positions * vector_size;
+  return policy.chunk_positions * 16 + (elements / p.positions + 2) * 8;
+}
+
+// Blocks of a cluster for so many bytes.
+inline int group_norm_cluster_size(int64_t bytes, int least) {
+  return std::clamp(next_power_of_two(ceil_div(bytes, kGroupNormHeldBytes)), least, kMaxCluster);
+}
+
+// Flat: a cluster for each group, whose vectors its blocks have equal parts of: chunk_positions
+// counts vectors. Returns whether there is one.
+inline bool group_norm_flat_cluster(const GroupNormInput& p, GroupNormPolicy& policy) {
+  const int size = dtype_size(p.dtype), vector_size = 16 / size;
+  const int64_t bytes = p.group_size * size;
+  if (p.positions % vector_size != 0 || bytes <= kGroupNormClusterWholeBytes ||
+      bytes > kGroupNormHeldBytes * kMaxCluster)
+    return false;
+  const int chunks = group_norm_cluster_size(bytes, 2);
+  policy = {true, kGroupNormClusterThreads, 1, 1, chunks, ceil_div(bytes / 16, chunks), 0};
+  return true;
+}
+
+// Channels last: a cluster for each tile of whole groups and whole vectors. Returns whether there
+// is one.
+inline bool group_norm_rows_cluster(const GroupNormInput& p, GroupNormPolicy& policy) {
+  const int size = dtype_size(p.dtype), vector_size = 16 / size;
+  int64_t width = std::lcm(p.group_channels, int64_t{vector_size});
+  if (p.channels % width != 0 || p.channels * p.positions * size > kGroupNormRowsSampleBytes)
+    return false;
+  while (width * size < kGroupNormTileBytes && p.channels % (2 * width) == 0) width *= 2;
+  const int64_t vectors = width / vector_size, groups = width / p.group_channels;
+  const int64_t tiles = p.channels / width;
+  if (vectors > kGroupNormClusterThreads || groups > kGroupNormClusterParts ||
+      tiles > kGroupNormMostTiles)
+    return false;
+  const int chunks = group_norm_cluster_size(p.positions * width * size, 1);
+  const int threads_x = static_cast<int>(vectors), threads_y = kGroupNormClusterThreads / threads_x;
+  policy = {true, threads_x, threads_y, tiles, chunks, ceil_div(p.positions, chunks), 0};
+  return policy.chunk_positions * width * size <= kGroupNormRowsHeldBytes;
+}
+
+// Whether there is one kernel for all, and how it is laid out.
+inline bool group_norm_cluster_policy(const GroupNormInput& p, const DeviceInfo& device,
+                                      GroupNormPolicy& policy) {
+  return device.has_clusters && (p.channels_last ? group_norm_rows_cluster(p, policy)
+                                                 : group_norm_flat_cluster(p, policy));
 }
 
 inline GroupNormPolicy group_norm_forward_policy(const GroupNormInput& p) {

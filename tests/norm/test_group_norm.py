@@ -85,6 +85,10 @@ LARGE = (
 )
 LARGE_ON_GPU = (
     *LARGE,
+    ((2, 96, 20, 24), 2),
+    ((1, 40, 96, 128), 4),
+    ((3, 384, 10, 9), 128),
+    ((2, 1280, 32, 32), 32),
     ((2, 640, 64, 64), 32),
     ((1, 128, 256, 256), 32),
     ((1, 32, 701, 1003), 4),
@@ -167,10 +171,11 @@ def test_layouts(fuselage, device, dtype, layout, style):
 @pytest.mark.kernels_ci
 @each_dtype
 @each_order
-def test_bits_do_not_depend_on_alignment(fuselage, device, dtype, last):
+@pytest.mark.parametrize("size", [(31, 33), (48, 64)], ids=str)
+def test_bits_do_not_depend_on_alignment(fuselage, device, dtype, last, size):
     """Of `x` and of the gradient; nor on the stride between samples."""
-    x, grad_out = (in_order(normal((3, 24, 31, 33), dtype, device), last) for _ in range(2))
-    shape = (3, 31, 33, 24) if last else x.shape
+    x, grad_out = (in_order(normal((3, 24, *size), dtype, device), last) for _ in range(2))
+    shape = (3, *size, 24) if last else x.shape
 
     def moved(t: Tensor, offset: int) -> Tensor:
         memory = torch.zeros(t.numel() + offset, dtype=dtype, device=device)[offset:].view(shape)
@@ -240,9 +245,10 @@ def test_no_worse_than_pytorch(fuselage, device, dtype, last, shape, style):
 
 
 @each_order
+@pytest.mark.parametrize("size", [(5, 7), (80, 96)], ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_none_stays_in_its_group(fuselage, device, last, bad):
-    x = normal((2, 8, 5, 7), torch.float32, device)
+def test_a_number_that_is_none_stays_in_its_group(fuselage, device, last, size, bad):
+    x = normal((2, 8, *size), torch.float32, device)
     x[1, 5, 2, 3] = bad
     out = fuselage.group_norm(in_order(x, last), 4)
     expected = torch.zeros_like(x, dtype=torch.bool)
@@ -252,8 +258,9 @@ def test_a_number_that_is_none_stays_in_its_group(fuselage, device, last, bad):
 
 @each_dtype
 @each_order
-def test_values_that_are_all_alike(fuselage, device, dtype, last):
-    inputs = OP.inputs((2, 8, 33, 35), dtype, device)
+@pytest.mark.parametrize("size", [(33, 35), (64, 96)], ids=str)
+def test_values_that_are_all_alike(fuselage, device, dtype, last, size):
+    inputs = OP.inputs((2, 8, *size), dtype, device)
     inputs["x"] = in_order(torch.full_like(inputs["x"], 3.3), last)
     check(fuselage, inputs, {})
 
@@ -265,7 +272,13 @@ def test_values_that_are_all_alike(fuselage, device, dtype, last):
 @each_order
 @on_devices(
     (((5, 16, 9, 11), 4), ((3, 8, 150, 151), 2)),
-    (((5, 16, 9, 11), 4), ((3, 8, 150, 151), 2), ((40, 64, 64, 64), 8), ((3, 32, 512, 509), 4)),
+    (
+        ((5, 16, 9, 11), 4),
+        ((3, 8, 150, 151), 2),
+        ((3, 64, 32, 48), 4),
+        ((40, 64, 64, 64), 8),
+        ((3, 32, 512, 509), 4),
+    ),
     names="sizes",
 )
 @pytest.mark.parametrize("style", ["torch", "silu"])
