@@ -31,12 +31,15 @@ struct RowForwardShape {
 // (32760, 1536) takes 64 us with four and 55 with eight, layer_norm of (4096, 16384) 75 and 70;
 // but ada_layer_norm of (9984, 2048), three waves, 27 and 29, and layer_norm of (8192, 3072), two
 // warps, 29 and 33.
-inline bool most_vectors_pay(const DeviceInfo& device, int64_t rows, int64_t count) {
+inline int64_t most_vectors_warps(const DeviceInfo& device) {
   const int64_t resident_warps = int64_t{device.multiprocessors} * kForwardMostVectorBlocks *
                                  kForwardMostVectorThreads / kWarpSize;
+  return device.tuning.norm_wide_waves * resident_warps;
+}
+inline bool most_vectors_pay(const DeviceInfo& device, int64_t rows, int64_t count) {
   const bool one_warp = count > kWarpSize * kForwardVectors &&
                         count <= kWarpSize * kForwardMostVectors &&
-                        rows >= device.tuning.norm_wide_waves * resident_warps;
+                        rows >= most_vectors_warps(device);
   return one_warp || count > int64_t{kForwardThreads} * kForwardVectors / 2;
 }
 
