@@ -56,6 +56,20 @@ SHAPES = {
         "head_dim": 256,
         "sliding_window": 1024,
     },
+    "Qwen3Moe": {
+        "title": "Qwen3-30B-A3B shape",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
     "Olmo2": {
         "title": "OLMo-2-7B shape",
         "vocab_size": 100352,
@@ -66,6 +80,7 @@ SHAPES = {
         "num_key_value_heads": 32,
     },
 }
+SMALL_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 SMALL = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -95,6 +110,8 @@ def causal_model(
     import transformers
 
     sizes = {**SHAPES[kind], **(SMALL if quick else {})}
+    if quick and "num_experts" in sizes:
+        sizes |= SMALL_EXPERTS
     title = sizes.pop("title")
     all_layers = sizes["num_hidden_layers"]
     if whole and layers is None:
@@ -364,6 +381,7 @@ DENOISERS_IN_FLOAT8 = ("ltx-video", "flux")
 # With `exact`, in float32.
 SCENARIOS: dict[str, Callable[..., Scenario]] = {
     "llama-prefill": prefill,
+    "qwen3moe-prefill": partial(prefill, kind="Qwen3Moe"),
     "llama-decode": decode,
     "llama-training": training,
     **{kind.lower(): partial(encoding, kind=kind) for kind in ENCODERS},
