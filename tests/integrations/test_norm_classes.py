@@ -192,3 +192,30 @@ def test_every_norm_class(fuselage, library):
             replaced += check(integration, module) is not None
     assert not_built == NOT_BUILT[library]
     assert replaced >= REPLACED[library]
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.RMSNorm(16), nn.GroupNorm(4, 16)], ids=repr)
+def test_a_weight_that_is_no_parameter(fuselage, norm):
+    """But made of one, or a tensor in its place, as FSDP sets it."""
+    from torch.nn.utils import parametrize
+
+    x = torch.randn(2, 16, 4) if isinstance(norm, nn.GroupNorm) else torch.randn(2, 16)
+    plain = copy.deepcopy(norm)
+    nn.init.normal_(plain.weight)
+    patched = copy.deepcopy(plain)
+    fuselage.integrations.diffusers.patch(patched)
+    for each in (plain, patched):
+        parametrize.register_parametrization(each, "weight", Doubled())
+    assert_close(patched(x), plain(x))
+    plain, patched = (copy.deepcopy(norm) for _ in range(2))
+    fuselage.integrations.diffusers.patch(patched)
+    tensor = torch.randn(16)
+    for each in (plain, patched):
+        del each.weight
+        each.weight = tensor
+    assert_close(patched(x), plain(x))

@@ -28,7 +28,10 @@ def needs_grad(a: torch.Tensor, b: Optional[torch.Tensor] = None) -> bool:
 
 
 def some_need_grad(x: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
-    return needs_grad(x) or any(t is not None and needs_grad(t) for t in others)
+    found = needs_grad(x)
+    for t in others:
+        found = (t is not None and needs_grad(t)) or found
+    return found
 
 
 def _no_forward_mode(*tensors: Optional[torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ import torch
 from ..ada_norm import ada_layer_norm, ada_rms_norm, gate_residual_ada_norm
 from . import _probe
 from ._gates import is_still_gelu_tanh
-from ._norms import LAYER_NORM, eps_of, is_norm
+from ._norms import LAYER_NORM, eps_of, is_norm, parameter
 from ._patch import listened_to, replacement_of
 from ._products import has_epilogue, linear_gelu_tanh, linear_of_parts, may_stay_apart
 
@@ -48,7 +48,7 @@ def _is_ours(norm: torch.nn.Module) -> bool:
 def modulated(norm: torch.nn.Module, x, scale, shift, cast: bool):
     """`norm(x) * (1 + scale) + shift`; with `cast`, of the norm in float32, as `x` is."""
     if _modulates(norm, x, scale, shift, cast):
-        eps, weight, bias = eps_of(norm), getattr(norm, "weight", None), getattr(norm, "bias", None)
+        eps, weight, bias = eps_of(norm), parameter(norm, "weight"), parameter(norm, "bias")
         if replacement_of(norm) == LAYER_NORM:
             return ada_layer_norm(x, scale, shift, weight, bias, eps)
         return ada_rms_norm(x, scale, shift, weight, eps)
@@ -70,7 +70,7 @@ def gated_norm(norm: torch.nn.Module, residual, a, b, scale, shift, cast: bool, 
         and _spreads(gate, residual, wide)
     ):
         kind = "layer" if replacement_of(norm) == LAYER_NORM else "rms"
-        weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+        weight, bias = parameter(norm, "weight"), parameter(norm, "bias")
         return gate_residual_ada_norm(
             x, residual, gate, scale, shift, weight, bias, eps_of(norm), norm=kind
         )
@@ -134,7 +134,7 @@ def _modulates(norm: torch.nn.Module, x, scale, shift, cast: bool) -> bool:
         return False
     if shift is not None and (shift.shape != scale.shape or shift.dtype != scale.dtype):
         return False
-    weight = getattr(norm, "weight", None)
+    weight = parameter(norm, "weight")
     if weight is not None and (weight.device != x.device or weight.shape != x.shape[-1:]):
         return False  # the norm's own forward, or a hook around it, knows where its weight is
     if weight is None or weight.dtype == x.dtype:

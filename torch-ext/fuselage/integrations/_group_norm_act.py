@@ -21,6 +21,7 @@ import torch
 from ..group_norm import group_norm
 from . import _source
 from ._group_norms import GROUP_NORM, taken
+from ._norms import parameter
 from ._patch import Found, Match, listened_to, marked, replacement_of
 
 GROUP_NORM_ACT = "group_norm (with silu)"  # what the report says of such a module
@@ -33,7 +34,7 @@ def group_norm_act(norm: torch.nn.Module, act: torch.nn.Module, x):
     fits = replacement_of(norm) == GROUP_NORM and _is_silu(act) and isinstance(x, torch.Tensor)
     if not fits or listened_to(norm) or listened_to(act) or "forward" in vars(act):
         return act(norm(x))
-    weight, bias = norm.weight, norm.bias
+    weight, bias = parameter(norm, "weight"), parameter(norm, "bias")
     if not taken(norm, x) or x.dim() < 3 or x.shape[1] != norm.num_channels:
         return act(norm(x))
     if weight is not None and weight.device != x.device:

@@ -9,6 +9,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..group_norm import group_norm
 from . import _probe
+from ._norms import parameter
 from ._norms import taken as norm_taken
 from ._patch import Found, Match, marked
 
@@ -30,7 +31,8 @@ def _forward(self, input: torch.Tensor) -> torch.Tensor:
     # PyTorch refuses groups of one value, and parameters of another dtype on a GPU.
     if not taken(self, input) or _is_one_value(self, input):
         return type(self).forward(self, input)
-    return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+    weight, bias = parameter(self, "weight"), parameter(self, "bias")
+    return group_norm(input, self.num_groups, weight, bias, self.eps)
 
 
 _LARGE_GROUP = 2**18  # elements
@@ -45,7 +47,7 @@ def taken(norm: torch.nn.GroupNorm, x: torch.Tensor) -> bool:
     first, and would take 1.04 to 1.08 of it if they come last.
     """
     compiled = _probe.left_to_the_compiler() and (x.is_contiguous() or _has_large_groups(norm, x))
-    return norm_taken(x, norm.weight, compiled) and not _probe.autocasts(x)
+    return norm_taken(x, parameter(norm, "weight"), compiled) and not _probe.autocasts(x)
 
 
 def _has_large_groups(norm: torch.nn.GroupNorm, x: torch.Tensor) -> bool:

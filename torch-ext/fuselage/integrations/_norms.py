@@ -204,9 +204,16 @@ def taken(x: torch.Tensor, weight: Optional[torch.Tensor], compiled: bool = Fals
     return fits and _probe.taken(x, compiled)
 
 
+def parameter(module: torch.nn.Module, name: str) -> Optional[torch.Tensor]:
+    """`module.name`, or None if it has none: in 0.1 us, where the attribute takes 0.4."""
+    own = module._parameters
+    return own[name] if name in own else getattr(module, name, None)
+
+
 def eps_of(norm: torch.nn.Module) -> float:
     """Under any of its names."""
-    eps = next(getattr(norm, name) for name in _EPS if name in vars(norm))
+    own = vars(norm)
+    eps = own[next(name for name in _EPS if name in own)]
     # None as PyTorch takes it, which computes in float32 whatever the dtype.
     return torch.finfo(torch.float32).eps if eps is None else eps
 
@@ -228,7 +235,7 @@ def _rms_forward(name: str, offset: float, rounding: str) -> Callable:
         if residual is not None and residual.dtype != x.dtype:  # under autocast
             total = residual + x
             return forward(self, total), total
-        weight = getattr(self, "weight", None)
+        weight = parameter(self, "weight")
         # Autocast runs F.rms_norm in float32 on a GPU, and the modules around it expect that.
         autocast = isinstance(self, torch.nn.RMSNorm) and _probe.autocasts(x)
         if autocast or not taken(x, weight):
@@ -260,7 +267,7 @@ def _rms_forward(name: str, offset: float, rounding: str) -> Callable:
 
 def _norms_alike(norm: torch.nn.Module, post: torch.nn.Module, x, residual) -> bool:
     """Whether all is of one dtype, and so is each result on the way."""
-    tensors = (residual, getattr(norm, "weight", None), getattr(post, "weight", None))
+    tensors = (residual, parameter(norm, "weight"), parameter(post, "weight"))
     return all(t is not None and (t.dtype, t.device) == (x.dtype, x.device) for t in tensors)
 
 
@@ -269,7 +276,7 @@ def _layer_forward(name: str) -> Callable:
     """The forward of a layer norm; with a residual, as that of an RMS norm."""
 
     def forward(self, x: torch.Tensor, residual: Optional[torch.Tensor] = None):
-        weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
+        weight, bias = parameter(self, "weight"), parameter(self, "bias")
         plain = not taken(x, weight) or _probe.autocasts(x)  # as F.rms_norm
         if residual is not None and (plain or residual.dtype != x.dtype):
             total = residual + x

@@ -149,13 +149,14 @@ def wrapped(module: torch.nn.Module) -> bool:
 
 
 def unpatch_modules(model: torch.nn.Module) -> int:
-    """Gives every module its own methods back; returns how many had other ones."""
+    """Gives every module its own methods back; returns how many modules had other ones."""
     count = 0
     for module in model.modules():
-        count += _restore(module, *_slot(module))
+        restored = _restore(module, *_slot(module))
         for name, value in list(vars(module).items()):
             if name not in ("forward", "_old_forward"):
-                count += _restore(module, module, name) if replacement(value) else 0
+                restored += _restore(module, module, name) if replacement(value) else 0
+        count += restored > 0
     return count
 
 
@@ -246,7 +247,10 @@ def _slot(module: torch.nn.Module) -> tuple[object, str]:
     accelerate in `module._old_forward`, diffusers in its hook registry. Replacing the wrapper would
     lose the hook, so what they kept is what we replace; whichever comes first, the other survives.
     """
-    places = [(module, "forward"), (module, "_old_forward")]
+    own = vars(module).get("forward")
+    if isinstance(own, types.MethodType) and own.__self__ is module:
+        return module, "forward"
+    places = [(module, "_old_forward")]
     for reference in getattr(vars(module).get("_diffusers_hook"), "_fn_refs", ()):
         places += [(reference, "original_forward"), (reference, "forward")]
     for holder, name in places:

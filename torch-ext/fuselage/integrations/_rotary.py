@@ -16,7 +16,7 @@ import torch
 
 from ..rope import apply_rotary, qk_norm_rotary
 from . import _probe, _source
-from ._norms import eps_of
+from ._norms import eps_of, parameter
 from ._patch import Found, Match, listened_to, marked, replacement_of, wrapped
 
 WHAT = "apply_rotary"
@@ -308,7 +308,7 @@ def _rounding_of(q_norm: torch.nn.Module, k_norm: torch.nn.Module, q) -> Optiona
     for norm in (q_norm, k_norm):
         if listened_to(norm) or wrapped(norm):
             return None
-        weight = getattr(norm, "weight", None)
+        weight = parameter(norm, "weight")
         if weight is not None and (weight.dtype, weight.device) != (q.dtype, q.device):
             return None
         if weight is not None and weight.shape != q.shape[-1:]:
