@@ -511,8 +511,8 @@ def test_the_report_of_models_whose_text_comes_first(integration):
 
     double = flux.FluxTransformerBlock(48, HEADS, DIM)
     single = flux.FluxSingleTransformerBlock(48, HEADS, DIM)
-    assert integration.patch(double).replaced["attn"] == "apply_rotary"
-    assert integration.patch(single).replaced["attn"] == "qk_norm_rotary"
+    assert integration.patch(double).replaced["attn"] == "apply_rotary, signature kept"
+    assert integration.patch(single).replaced["attn"] == "qk_norm_rotary, signature kept"
 
 
 @pytest.mark.parametrize("kind", [Joined, Conditional])

@@ -28,6 +28,7 @@ from ._norms import recognise_norm
 from ._patch import Report, patch_modules, unpatch_modules
 from ._rotary import recognise_rotary_attention
 from ._rotary_processor import recognise_rotary_processor
+from ._signatures import recognise_signature
 
 __all__ = ["Report", "patch", "unpatch"]
 
@@ -68,6 +69,11 @@ def patch(pipe: object, *, linear: Optional[str] = None, keep: Sequence[str] = (
     report = Report()
     for name, model in _models(pipe):
         patch_modules(model, PARTS, BLOCKS, report, name, BODIES)
+        for module, what in patch_modules(
+            model, (recognise_signature,), prefix=name
+        ).replaced.items():
+            others = report.replaced.get(module)
+            report.replaced[module] = what if others is None else f"{others}, {what}"
         replace_linears(model, linear, keep, report, name, fuses_quantization=False)
         if linear is not None:
             patch_modules(model, (recognise_feed_forward,), report=report, prefix=name)
@@ -75,7 +81,7 @@ def patch(pipe: object, *, linear: Optional[str] = None, keep: Sequence[str] = (
 
 
 def unpatch(pipe: object) -> int:
-    """Undoes `patch`. Returns the number of methods and linear layers that were restored."""
+    """Undoes `patch`. Returns the number of modules and linear layers that were restored."""
     return sum(restore_linears(model) + unpatch_modules(model) for _, model in _models(pipe))
 
 

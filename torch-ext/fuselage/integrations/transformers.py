@@ -224,5 +224,5 @@ def patch(
 
 
 def unpatch(model: torch.nn.Module) -> int:
-    """Undoes `patch`. Returns the number of methods and linear layers that were restored."""
+    """Undoes `patch`. Returns the number of modules and linear layers that were restored."""
     return restore_linears(model) + unpatch_modules(model)
