@@ -124,6 +124,17 @@ __device__ __forceinline__ bool warp_any(bool value) {
 #endif
 }
 
+// A value that the kWarpSize lanes of a warp have alike, as a vote, by which the compiler knows
+// that they do: a shuffle in a branch on it needs no code for lanes that went elsewhere. NOTE: not
+// on AMD GPUs, where two warps may run together.
+__device__ __forceinline__ bool same_in_warp(bool value) {
+#if defined(USE_ROCM)
+  return value;
+#else
+  return __any_sync(0xffffffffu, value);
+#endif
+}
+
 // One 16-byte load from global memory. NOTE: spelled out, because the compiler splits predicated
 // ones in two.
 __device__ __forceinline__ uint4 load_global_16(const void* source) {

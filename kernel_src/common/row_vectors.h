@@ -12,9 +12,9 @@
 //
 // A lane takes the end of its vector from the block of the next lane (a shuffle), and shifts both
 // into place. Results go back the same way: a lane gives the end of its vector to the next one, and
-// all but the first and last blocks of a warp are written whole. So memory sees the same requests
-// as of aligned rows, and a thread has the same columns: the order of a row's sum, and so its bits,
-// do not depend on alignment.
+// the last lane to the first, which writes both ends of what the warp has; all blocks in between
+// are written whole. So memory sees the same requests as of aligned rows, and a thread has the same
+// columns: the order of a row's sum, and so its bits, do not depend on alignment.
 //
 // Nothing before a tensor's first 16-byte block or past its last element is read.
 #pragma once
@@ -55,9 +55,32 @@ __device__ __forceinline__ Vector<T, N> select(bool first, const Vector<T, N>& a
   return result;
 }
 
-// Vectors on their way from a row: start() issues all loads, finish() gives one vector. Columns
-// past the row's end are zero. `source` is this thread's first column, `left` the columns of the
-// row from there on, -N or less where there is no row. All lanes of the warp call together.
+// Calls f(shift) of bytes between a block and a vector of T. Where all lanes of a warp have the
+// same, as they have of one row, it is called from a branch for each number of whole words: the
+// compiler then knows which words go where, and there is nothing to select.
+template <typename T, int kWords, bool kSame, typename F>
+__device__ __forceinline__ void with_shift(int shift, F&& f) {
+  if constexpr (kSame) {
+    const int rest = sizeof(T) < 4 ? shift & 3 : 0;
+    const bool one = same_in_warp(shift & 4), two = kWords > 2 && same_in_warp(shift & 8);
+    if (one && two) {
+      f(12 | rest);
+    } else if (two) {
+      f(8 | rest);
+    } else if (one) {
+      f(4 | rest);
+    } else {
+      f(rest);
+    }
+  } else {
+    f(shift);
+  }
+}
+
+// Vectors on their way from a row: start() issues all loads, finish() gives one vector; or joined()
+// does, after join(), which is faster for several. Columns past the row's end are zero. `source` is
+// this thread's first column, `left` the columns of the row from there on, -N or less where there
+// is no row. All lanes of the warp call together.
 template <typename T, int kVectors, bool kAligned>
 struct RowLoading {
   static constexpr int N = 16 / sizeof(T);
@@ -76,6 +99,8 @@ struct RowLoading {
     }
   }
   __device__ __forceinline__ V finish(int j) const { return vectors[j]; }
+  __device__ __forceinline__ void join() {}
+  __device__ __forceinline__ V joined(int j) const { return vectors[j]; }
 };
 
 template <typename T, int kVectors>
@@ -92,45 +117,71 @@ struct RowLoading<T, kVectors, false> {
     // int holds.
     const int bytes =
         min(left, (kVectors + 1) * kWarpSize * N) * static_cast<int>(sizeof(T)) + shift;
-    const bool last_lane = lane_in_row<kVectors>() == lanes_of_row<kVectors>() - 1;
+    const bool has_next = lane_in_row<kVectors>() == lanes_of_row<kVectors>() - 1 && shift != 0;
+    const int count = has_next ? kVectors + 1 : kVectors;
+    blocks[kVectors] = V::zero();
+    if (bytes >= offset_of(kVectors - 1) + (has_next ? 32 : 16)) {
+#pragma unroll
+      for (int j = 0; j <= kVectors; ++j) {
+        if (j < kVectors || has_next) blocks[j] = V::load(first + offset_of(j));
+      }
+      return;
+    }
     int tail = -1;  // where the block is in which the row ends
 #pragma unroll
     for (int j = 0; j <= kVectors; ++j) {
       blocks[j] = V::zero();
-      const bool is_mine = j < kVectors || (last_lane && shift != 0);
-      if (is_mine && bytes >= offset_of(j) + 16) {
+      if (j < count && bytes >= offset_of(j) + 16) {
         blocks[j] = V::load(first + offset_of(j));
-      } else if (is_mine && bytes > offset_of(j)) {
+      } else if (j < count && bytes > offset_of(j)) {
         tail = offset_of(j);
       }
     }
     if (tail < 0) return;
-    // NOTE: by the element, as the block may end past the tensor.
-    const V elements = V::load_elements(reinterpret_cast<const T*>(first + tail), 0,
-                                        (bytes - tail) / static_cast<int>(sizeof(T)));
+    const V part = load_part(first + tail, bytes - tail);
 #pragma unroll
-    for (int j = 0; j <= kVectors; ++j)
-      blocks[j] = select(tail == offset_of(j), elements, blocks[j]);
+    for (int j = 0; j <= kVectors; ++j) blocks[j] = select(tail == offset_of(j), part, blocks[j]);
   }
 
-  __device__ __forceinline__ V finish(int j) const {
+  __device__ __forceinline__ V finish(int j) const { return cut(j, shift); }
+  __device__ __forceinline__ void join() {
+    if (kVectors > 1 && same_in_warp(shift == 0)) return;
+    with_shift<T, V::kWords, (kVectors > 1)>(shift, [&](int bytes) {
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) blocks[j] = cut(j, bytes);
+    });
+  }
+  __device__ __forceinline__ V joined(int j) const { return blocks[j]; }
+
+ private:
+  static __device__ __forceinline__ constexpr int offset_of(int j) {
+    return j < kVectors ? j * kWarpSize * 16 : (kVectors - 1) * kWarpSize * 16 + 16;
+  }
+  // The first bytes of a block, an even number. NOTE: the block may end past the tensor.
+  static __device__ __forceinline__ V load_part(const char* block, int bytes) {
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(block);
+    const bool has_half = sizeof(T) < 4 && bytes & 2;
+    const uint32_t half = has_half ? *reinterpret_cast<const uint16_t*>(block + bytes - 2) : 0;
+    V part;
+#pragma unroll
+    for (int i = 0; i < V::kWords; ++i)
+      part.words[i] = bytes >= 4 * i + 4 ? words[i] : bytes > 4 * i ? half : 0;
+    return part;
+  }
+  __device__ __forceinline__ V cut(int j, int bytes) const {
     const int width = lanes_of_row<kVectors>(), lane = lane_in_row<kVectors>();
     // Past the last lane's vector lies the next one of the first lane.
     const bool has_next = j + 1 < kVectors;
     const V given = has_next ? select(lane == 0, blocks[j + 1], blocks[j]) : blocks[j];
     V next = shuffle_vector(given, (lane + 1) & (width - 1), width);
     if (!has_next) next = select(lane + 1 == width, blocks[kVectors], next);
-    return V::shifted(blocks[j], next, shift);
-  }
-
- private:
-  static __device__ __forceinline__ constexpr int offset_of(int j) {
-    return j < kVectors ? j * kWarpSize * 16 : (kVectors - 1) * kWarpSize * 16 + 16;
+    return V::shifted(blocks[j], next, bytes);
   }
 };
 
-// The way back: put() of each vector in order. `target` is this thread's first column, `left` the
-// columns from there on (0 or less: none). All lanes of the warp call together.
+// The way back: put() of each vector, then end(). `target` is this thread's first column, `left`
+// the columns from there on, -N or less where there is no row. All lanes of the warp call together;
+// units past the row's end need not be put.
 template <typename T, int N, int kVectors, bool kAligned>
 struct RowStoring {
   T* target;
@@ -140,78 +191,135 @@ struct RowStoring {
   __device__ __forceinline__ void put(int j, const Vector<T, N>& vector) {
     if (left > j * kWarpSize * N) vector.store(target + j * kWarpSize * N);
   }
+  __device__ __forceinline__ void end() {}
 };
 
 template <typename T, int N, int kVectors>
 struct RowStoring<T, N, kVectors, false> {
   // A vector is so many pieces of up to 16 bytes.
   static constexpr int kPieces = N * sizeof(T) > 16 ? N* static_cast<int>(sizeof(T)) / 16 : 1;
-  static constexpr int kPiece = N / kPieces;
-  using Piece = Vector<T, kPiece>;
+  static constexpr int kBlocks = kVectors * kPieces;
+  using Piece = Vector<T, N / kPieces>;
+  static constexpr int kBytes = Piece::kBytes, kWords = Piece::kWords;
   T* target;
   int left;
-  Piece previous{};  // the end of this lane's vector before
+  Piece blocks[kBlocks];  // a lane's pieces, and then the blocks in which they start
 
   __device__ __forceinline__ RowStoring(T* target_, int left_) : target(target_), left(left_) {}
 
   __device__ __forceinline__ void put(int j, const Vector<T, N>& vector) {
-    const int width = lanes_of_row<kVectors>(), lane = lane_in_row<kVectors>();
-    Piece pieces[kPieces];
 #pragma unroll
     for (int i = 0; i < Vector<T, N>::kWords; ++i)
-      pieces[i / Piece::kWords].words[i % Piece::kWords] = vector.words[i];
-    const Piece& end = pieces[kPieces - 1];
-    // Before the first lane's vector lies the one before of the last lane.
-    const Piece given = j > 0 ? select(lane + 1 == width, previous, end) : end;
-    const Piece before = shuffle_vector(given, (lane - 1) & (width - 1), width);
-    previous = end;
+      blocks[j * kPieces + i / kWords].words[i % kWords] = vector.words[i];
+  }
+
+  __device__ __forceinline__ void end() {
+    const int width = lanes_of_row<kVectors>(), lane = lane_in_row<kVectors>();
+    const int shift = Piece::shift_of(target);
+    char* first = reinterpret_cast<char*>(target) - shift;
+    const int past = kVectors * width * kVector;  // from the first lane's first block
+    const bool is_inside = kVectors > 1 && same_in_warp(left + lane * N >= kVectors * width * N);
+    with_shift<T, kWords, (kVectors > 1)>(shift, [&](int bytes) {
+      shift_up(bytes);
+      if (is_inside) store_inside(first, past, bytes);
+    });
+    if (is_inside) return;
+
+    // Of the row, from the first block on.
+    const int bytes =
+        min(left, (kVectors + 1) * kWarpSize * N) * static_cast<int>(sizeof(T)) + shift;
+    bool starts_inside = lane == 0 && shift != 0;
+    int at = -1;  // where else a part of a block is to be written
+    Piece part = blocks[0];
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const int offset = j * kWarpSize * N + i * kPiece;
-      const bool first = i == 0 && j == 0 && lane == 0;
-      const bool last = i + 1 == kPieces && j + 1 == kVectors && lane + 1 == width;
-      put_piece(i == 0 ? before : pieces[i == 0 ? 0 : i - 1], pieces[i], target + offset,
-                left - offset, first, last);
+    for (int b = 0; b < kBlocks; ++b) {
+      if (b == 0 && starts_inside) continue;
+      if (bytes >= offset_of(b) + kBytes) {
+        blocks[b].store(first + offset_of(b));
+      } else if (bytes > offset_of(b)) {
+        at = offset_of(b);
+        part = blocks[b];
+      }
+    }
+    if (starts_inside && bytes > past) at = past;
+#pragma unroll 1
+    while (starts_inside || at >= 0) {
+      if (starts_inside) {
+        put_part(blocks[0], first, shift, min(bytes, kBytes));
+      } else {
+        put_part(part, first + at, 0, min(bytes - at, at == past ? shift : kBytes));
+        at = -1;
+      }
+      starts_inside = false;
     }
   }
 
  private:
-  // Writes the block in which `piece` starts, and past it what no other lane writes.
-  static __device__ __forceinline__ void put_piece(const Piece& before, const Piece& piece,
-                                                   T* target, int left, bool first, bool last) {
-    constexpr int kBytes = Piece::kBytes;
-    if (left <= 0) return;
-    const int shift = Piece::shift_of(target);
-    char* block = reinterpret_cast<char*>(target) - shift;
-    const int bytes = min(left, 2 * kPiece) * static_cast<int>(sizeof(T));  // of the row
-    const int begin = first ? shift : 0, end = min(bytes + shift, kBytes);
-    const Piece whole = select(shift == 0, piece, Piece::shifted(before, piece, kBytes - shift));
-    if (end - begin == kBytes) {
-      whole.store(block);
-    } else {
-      put_part(whole, block, begin, end);
+  static constexpr int kVector = N * static_cast<int>(sizeof(T));
+  static __device__ __forceinline__ constexpr int offset_of(int b) {
+    return b / kPieces * kWarpSize * kVector + b % kPieces * kBytes;
+  }
+
+  // Makes blocks of pieces. The first lane's first block has the end of the warp's last piece, too.
+  __device__ __forceinline__ void shift_up(int bytes) {
+    const int width = lanes_of_row<kVectors>(), lane = lane_in_row<kVectors>();
+    const Piece last = blocks[kBlocks - 1];
+#pragma unroll
+    for (int b = kBlocks - kPieces; b >= 0; b -= kPieces) {
+      // Before the first lane's vector lies the one before of the last lane.
+      const Piece& previous = b > 0 ? blocks[b > 0 ? b - 1 : 0] : last;
+      const Piece before =
+          shuffle_vector(select(lane + 1 == width, previous, blocks[b + kPieces - 1]),
+                         (lane - 1) & (width - 1), width);
+#pragma unroll
+      for (int i = kPieces - 1; i >= 0; --i) {
+        blocks[b + i] =
+            Piece::shifted_up(i > 0 ? blocks[b + i - (i > 0)] : before, blocks[b + i], bytes);
+      }
     }
-    const int rest = min(bytes, kBytes) + shift - kBytes;
-    if (rest > 0 && (last || bytes <= kBytes))
-      put_part(Piece::shifted(piece, piece, kBytes - shift), block + kBytes, 0, rest);
+  }
+
+  // Of a warp whose columns are all inside the row. The first lane's first block is the end of the
+  // warp's last piece, `past` bytes further on, and the start of its first one.
+  __device__ __forceinline__ void store_inside(char* first, int past, int shift) const {
+    const bool is_first = lane_in_row<kVectors>() == 0;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      if (b > 0 || !is_first) blocks[b].store(first + offset_of(b));
+    }
+    if (!is_first) return;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const uint32_t word = blocks[0].words[i];
+      char* const at = first + 4 * i;
+      if (i != shift / 4 || (shift & 2) == 0) {
+        *reinterpret_cast<uint32_t*>(at + (i < shift / 4 ? past : 0)) = word;
+      } else {
+        store_low(at + past, word);
+        store_low(at + 2, word >> 16);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void store_low(char* target, uint32_t word) {
+    *reinterpret_cast<uint16_t*>(target) = static_cast<uint16_t>(word);
   }
 
   // Writes bytes [begin, end) of a block, both even.
   static __device__ __forceinline__ void put_part(const Piece& part, char* block, int begin,
                                                   int end) {
+    if (begin >= end) return;
+    uint32_t low = part.words[0], high = low;  // the words in which it starts and ends
 #pragma unroll
-    for (int i = 0; i < Piece::kWords; ++i) {
-      const bool low = begin <= 4 * i && end >= 4 * i + 2;
-      const bool high = begin <= 4 * i + 2 && end >= 4 * i + 4;
-      uint16_t* halves = reinterpret_cast<uint16_t*>(block + 4 * i);
-      if (low && high) {
-        *reinterpret_cast<uint32_t*>(halves) = part.words[i];
-      } else if (low) {
-        halves[0] = static_cast<uint16_t>(part.words[i]);
-      } else if (high) {
-        halves[1] = static_cast<uint16_t>(part.words[i] >> 16);
-      }
+    for (int i = 0; i < kWords; ++i) {
+      const uint32_t word = part.words[i];
+      if (begin <= 4 * i && end >= 4 * i + 4) *reinterpret_cast<uint32_t*>(block + 4 * i) = word;
+      low = begin / 4 == i ? word : low;
+      high = end / 4 == i ? word : high;
     }
+    if (sizeof(T) == 4) return;
+    if (begin & 2) store_low(block + begin, low >> 16);
+    if (end & 2) store_low(block + end - 2, high);
   }
 };
 

@@ -232,6 +232,11 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
   // ---- rows of any alignment: `column` is a multiple of N, the row's start is aligned to T alone
   // ----
 
+  // Of a shift in bytes, what is left of whole words.
+  static __device__ __forceinline__ int bits_in_word(int shift) {
+    return sizeof(T) < 4 ? (shift & 3) * 8 : 0;
+  }
+
   // Bytes [shift, shift + kBytes) of two vectors in a row.
   static __device__ __forceinline__ Vector shifted(const Vector& first, const Vector& second,
                                                    int shift) {
@@ -252,8 +257,32 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
         const uint64_t pair = static_cast<uint64_t>(all[i + 1]) << 32 | all[i];
-        result.words[i] = static_cast<uint32_t>(pair >> (shift & 3) * 8);
+        result.words[i] = static_cast<uint32_t>(pair >> bits_in_word(shift));
       }
+    }
+    return result;
+  }
+
+  // Bytes [kBytes - shift, 2 * kBytes - shift).
+  static __device__ __forceinline__ Vector shifted_up(const Vector& first, const Vector& second,
+                                                      int shift) {
+    uint32_t all[2 * kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      all[i] = first.words[i];
+      all[kWords + i] = second.words[i];
+    }
+#pragma unroll
+    for (int step = 1; step < kWords; step *= 2) {
+#pragma unroll
+      for (int i = 2 * kWords - 1; i >= step; --i)
+        all[i] = shift & 4 * step ? all[i - step] : all[i];
+    }
+    Vector result;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const uint64_t pair = static_cast<uint64_t>(all[kWords + i]) << 32 | all[kWords + i - 1];
+      result.words[i] = static_cast<uint32_t>(pair << bits_in_word(shift) >> 32);
     }
     return result;
   }

@@ -169,6 +169,7 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
       own.differentiate(x, column + j * kWarpSize * N, grads);
       storing.put(j, pack<U>(grads, p.grad_dtype));
     }
+    storing.end();
   }
 }
 

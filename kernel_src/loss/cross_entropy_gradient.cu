@@ -139,6 +139,7 @@ __device__ __forceinline__ void write_gradients(const GradientRow& row, DType dt
     row.differentiate(x[j], column + j * kWarpSize * N, grads);
     storing.put(j, pack<U>(grads, dtype));
   }
+  storing.end();
 }
 
 // kAligned: rows end on 16-byte boundaries too.

@@ -71,32 +71,38 @@ struct AdaNormOp {
   struct Inputs {
     RowLoading<T, kVectors, kAligned> x, residual, gate;
 
-    // Whether the gate is loaded with x: it is of its type, and aligned.
-    static __device__ __forceinline__ bool gate_is_packed(const RuntimeValues<T>& gate) {
-      return kAligned && gate.is_packed();
+    // Whether the gate is loaded with x: it is of its type, and there are registers for it.
+    static __device__ __forceinline__ bool gate_is_packed(const Params& p) {
+      return (kAligned || kVectors > 1) && RuntimeValues<T>(p.gate.data, p.gate.dtype).is_packed();
     }
     __device__ __forceinline__ void start(const Params& p, int64_t row, int column, int left) {
       x.start(static_cast<const T*>(p.x) + row * p.x_stride + column, left);
       if constexpr (kResidual) {
         residual.start(static_cast<const T*>(p.residual) + row * p.residual_stride + column, left);
-        const RuntimeValues<T> values = modulation_of<T>(p.gate, row);
-        if (gate_is_packed(values)) gate.start(static_cast<const T*>(values.data) + column, left);
+        if (gate_is_packed(p))
+          gate.start(static_cast<const T*>(modulation_of<T>(p.gate, row).data) + column, left);
+      }
+    }
+    __device__ __forceinline__ void join(const Params& p) {
+      x.join();
+      if constexpr (kResidual) {
+        residual.join();
+        if (gate_is_packed(p)) gate.join();
       }
     }
     __device__ __forceinline__ Vector<T, N> finish(const Params& p, int64_t row, int column,
                                                    int j) const {
-      if constexpr (!kResidual) return x.finish(j);
+      if constexpr (!kResidual) return x.joined(j);
       float a[N], b[N], gates[N];
-      x.finish(j).to_floats(a);
-      residual.finish(j).to_floats(b);
-      const RuntimeValues<T> values = modulation_of<T>(p.gate, row);
+      x.joined(j).to_floats(a);
+      residual.joined(j).to_floats(b);
 #pragma unroll
       for (int k = 0; k < N; ++k) gates[k] = 1.0f;
-      if (gate_is_packed(values)) {
-        gate.finish(j).to_floats(gates);
-      } else if (values.data != nullptr) {
+      if (gate_is_packed(p)) {
+        gate.joined(j).to_floats(gates);
+      } else if (p.gate.data != nullptr) {
         const int dim = static_cast<int>(p.dim);
-        load_inside<kAligned>(values, column, dim, gates);
+        load_inside<kAligned>(modulation_of<T>(p.gate, row), column, dim, gates);
       }
 #pragma unroll
       for (int k = 0; k < N; ++k) a[k] = __fadd_rn(b[k], __fmul_rn(gates[k], a[k]));
@@ -177,7 +183,8 @@ struct AdaNormOp {
   struct Columns {
     using Loaded = Pair<U>;
     static constexpr int kAhead = sizeof(U) == sizeof(T) ? 1 : 0;  // where their registers are few
-    static constexpr bool kRare = false;
+    // NOTE: of float32 some registers would be spilled.
+    static constexpr bool kRare = false, kTogether = !kAligned && sizeof(U) < sizeof(float);
     const U *scale, *shift;
 
     static __device__ __forceinline__ bool fits(const Params& p) {
@@ -195,6 +202,18 @@ struct AdaNormOp {
       const int inside = kAligned ? min(column, dim - N) : column;
       return {load_columns<kAligned, N>(scale, inside, dim),
               load_columns<kAligned, N>(shift, inside, dim)};
+    }
+    // Of all vectors of a thread.
+    template <int kVectors>
+    __device__ __forceinline__ void load_all(int column, int dim,
+                                             Loaded (&loaded)[kVectors]) const {
+      RowLoading<U, kVectors, false> scales, shifts;
+      scales.start(scale + column, dim - column);
+      shifts.start(shift + column, dim - column);
+      scales.join();
+      shifts.join();
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) loaded[j] = {scales.joined(j), shifts.joined(j)};
     }
     __device__ __forceinline__ Vector<T, N> map(const Vector<T, N>& s, const Stats& stats,
                                                 const Loaded& loaded) const {
@@ -220,7 +239,7 @@ struct AdaNormOp {
       int column, dim;
     };
     static constexpr int kAhead = 0;
-    static constexpr bool kRare = !kAligned;
+    static constexpr bool kRare = !kAligned, kTogether = false;
     RuntimeValues<T> weight, bias, scale, shift;
     float offset;
 
@@ -260,19 +279,19 @@ struct AdaNormOp {
     }
   };
 
-  template <bool kAligned, typename F>
+  // NOTE: unaligned rows that are short, or of float32, are too rare for more than two kinds.
+  template <bool kAligned, int kRows, typename F>
   static __device__ __forceinline__ void with_columns(const Params& p, F&& f) {
-    if (kAligned && PackedColumns<kAligned>::fits(p)) {
-      if (p.scale_offset == 0.0f) {
-        f(ColumnsTag<Columns<T, false>>{});
+    constexpr bool kBoth = kAligned || (PackedColumns<kAligned>::kTogether && kRows == 1);
+    if (PackedColumns<kAligned>::fits(p) && (kBoth || p.scale_offset == 0.0f)) {
+      if (!kBoth || p.scale_offset == 0.0f) {
+        f(ColumnsTag<Columns<T, false, kAligned>>{});
       } else {
-        f(ColumnsTag<Columns<T, true>>{});
+        f(ColumnsTag<Columns<T, true, kAligned>>{});
       }
     } else if (kAligned && sizeof(T) != sizeof(float) && p.scale_offset != 0.0f &&
                Columns<float, true>::fits(p)) {
       f(ColumnsTag<Columns<float, true>>{});
-    } else if (!kAligned && p.scale_offset == 0.0f && Columns<T, false>::fits(p)) {
-      f(ColumnsTag<Columns<T, false, false>>{});
     } else {
       f(ColumnsTag<AnyColumns<kAligned>>{});
     }

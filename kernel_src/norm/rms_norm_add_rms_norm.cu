@@ -102,15 +102,19 @@ struct RmsNormAddRmsNormOp {
       for (int j = 0; j < kVectors; ++j)
         weights[j] = weight(p).load(column + j * kWarpSize * N, static_cast<int>(p.dim));
     }
+    __device__ __forceinline__ void join(const Params&) {
+      x.join();
+      residual.join();
+    }
     __device__ __forceinline__ Vector<T, N> finish(const Params&, int64_t, int, int j) const {
-      return x.finish(j);
+      return x.joined(j);
     }
     __device__ __forceinline__ Vector<T, N> add(const Params& p, int column, int j,
                                                 const Vector<T, N>& s,
                                                 const InputStats& stats) const {
       float a[N], b[N];
       weight(p).times(s, stats.rstd, weights[j], column, static_cast<int>(p.dim)).to_floats(a);
-      residual.finish(j).to_floats(b);
+      residual.joined(j).to_floats(b);
 #pragma unroll
       for (int k = 0; k < N; ++k) a[k] += b[k];
       return Vector<T, N>::from_floats(a);
@@ -124,7 +128,7 @@ struct RmsNormAddRmsNormOp {
       int column;
     };
     static constexpr int kAhead = 0;
-    static constexpr bool kRare = false;
+    static constexpr bool kRare = false, kTogether = false;
     Weight<kAligned> weight;
     int dim;
 
@@ -140,7 +144,7 @@ struct RmsNormAddRmsNormOp {
     }
   };
 
-  template <bool kAligned, typename F>
+  template <bool kAligned, int kRows, typename F>
   static __device__ __forceinline__ void with_columns(const Params&, F&& f) {
     f(ColumnsTag<PackedColumns<kAligned>>{});
   }

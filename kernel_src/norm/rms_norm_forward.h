@@ -25,7 +25,9 @@ struct RmsNormOp {
   static constexpr int threads(bool aligned, bool clusters) {
     return aligned && !kResidual && !clusters ? 576 : kForwardThreads;
   }
-  static constexpr int blocks(bool aligned, bool) { return aligned && kResidual ? 1 : 2; }
+  static constexpr int blocks(bool aligned, bool) {
+    return (aligned && kResidual) || sizeof(O) > sizeof(T) ? 1 : 2;
+  }
   static constexpr int short_blocks(bool aligned) { return !aligned ? 5 : kResidual ? 7 : 9; }
   static constexpr bool early(int, bool aligned) { return aligned || !kResidual; }
 
@@ -47,11 +49,15 @@ struct RmsNormOp {
       if constexpr (kResidual)
         residual.start(static_cast<const T*>(p.residual) + row * p.residual_stride + column, left);
     }
+    __device__ __forceinline__ void join(const Params&) {
+      x.join();
+      if constexpr (kResidual) residual.join();
+    }
     __device__ __forceinline__ Vector<T, N> finish(const Params&, int64_t, int, int j) const {
-      if constexpr (!kResidual) return x.finish(j);
+      if constexpr (!kResidual) return x.joined(j);
       float a[N], b[N];
-      x.finish(j).to_floats(a);
-      residual.finish(j).to_floats(b);
+      x.joined(j).to_floats(a);
+      residual.joined(j).to_floats(b);
 #pragma unroll
       for (int k = 0; k < N; ++k) a[k] += b[k];
       return Vector<T, N>::from_floats(a);
@@ -81,7 +87,7 @@ struct RmsNormOp {
   struct Columns {
     using Loaded = Vector<W, N>;
     static constexpr int kAhead = 0;
-    static constexpr bool kRare = false;
+    static constexpr bool kRare = false, kTogether = !kAligned && sizeof(W) == 2 && sizeof(T) == 2;
     const W* weight;
     float offset;
     bool cast_before_weight;
@@ -98,6 +104,16 @@ struct RmsNormOp {
       if (weight == nullptr || column >= dim) return Loaded::zero();
       return load_columns<kAligned, N>(weight, column, dim);
     }
+    // Of all vectors of a thread.
+    template <int kVectors>
+    __device__ __forceinline__ void load_all(int column, int dim,
+                                             Loaded (&loaded)[kVectors]) const {
+      RowLoading<W, kVectors, false> loading;
+      loading.start(weight + column, weight == nullptr ? -N : dim - column);
+      loading.join();
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) loaded[j] = loading.joined(j);
+    }
     __device__ __forceinline__ Vector<O, N> map(const Vector<T, N>& s, const Stats& stats,
                                                 const Loaded& loaded) const {
       float values[N], factors[N];
@@ -110,7 +126,7 @@ struct RmsNormOp {
   template <bool kAligned>
   using PackedColumns = Columns<T, kAligned>;
 
-  template <bool kAligned, typename F>
+  template <bool kAligned, int kRows, typename F>
   static __device__ __forceinline__ void with_columns(const Params& p, F&& f) {
     if (sizeof(T) != sizeof(float) && p.weight != nullptr && p.weight_dtype == DType::float32) {
       f(ColumnsTag<Columns<float, kAligned>>{});

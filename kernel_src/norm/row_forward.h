@@ -10,7 +10,8 @@
 //
 //   Params                what the kernel is given: raw pointers, sizes, strides
 //   In, Out               element types of the inputs and of out; a vector is 16 bytes of In
-//   Inputs                start() issues the loads of a row, finish(j) combines vector j to s
+//   Inputs                start() issues the loads of a row, join() puts their vectors together,
+//                         finish(j) combines vector j to s
 //   kWritesSum, sum_row   whether s is a result, too, and where it goes
 //   kNormsInput           whether what finish(j) gives is itself summed over the row first, to
 //                         InputStats; then Inputs' add(j) makes s of it, these, and the rest
@@ -21,7 +22,8 @@
 //     Columns(p, row)       .load(column, dim) -> Loaded, kAhead vectors ahead of their use;
 //                           .map(s, stats, Loaded) -> a vector of out. kRare: few calls have them,
 //                           and one copy of their code serves all vectors. Kernels of unaligned
-//                           adaptive norms are a third smaller so, and as fast on an H100
+//                           adaptive norms are a third smaller so, and as fast on an H100.
+//                           kTogether: load_all(column, dim, loaded) loads those of all vectors
 //   PackedColumns         of In's type: where early(), they are loaded with the row
 //   shares_columns(p)     whether rows have the same
 //   threads, blocks, short_blocks   launch bounds, by which a kernel gets its registers
@@ -81,6 +83,16 @@ __device__ __forceinline__ V vector_at(const V (&vectors)[kRows][kVectors], int 
   for (int k = 1; k < kRows * kVectors; ++k)
     result = select(i * kVectors + j == k, vectors[k / kVectors][k % kVectors], result);
   return result;
+}
+
+template <int kRows, int kVectors, typename V>
+__device__ __forceinline__ void set_vector_at(V (&vectors)[kRows][kVectors], int i, int j,
+                                              const V& vector) {
+#pragma unroll
+  for (int k = 0; k < kRows * kVectors; ++k) {
+    V& at = vectors[k / kVectors][k % kVectors];
+    at = select(i * kVectors + j == k, vector, at);
+  }
 }
 
 // The stats of a thread's rows: of the one that this lane looks after (RowTree).
@@ -173,17 +185,22 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
   typename Packed::Loaded packed[kEarly ? kVectors : 1];
   if (kEarly && Packed::fits(p)) {
     const Packed columns(p, row_of(0));
+    if constexpr (Packed::kTogether) {
+      columns.load_all(first_column, dim, packed);
+    } else {
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) packed[j] = columns.load(column_of(j), dim);
+      for (int j = 0; j < kVectors; ++j) packed[j] = columns.load(column_of(j), dim);
+    }
   }
 
-  // Combine them. Aligned vectors of a single input are as they were loaded, empty ones of zeros.
-  constexpr bool kCombines = !kAligned || Op::kWritesSum || Op::kNormsInput;
+  // Combine them. Vectors of a single input are as they were loaded, empty ones of zeros.
+  constexpr bool kCombines = Op::kWritesSum || Op::kNormsInput;
   Vector<T, N> s[kRows][kVectors];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     RowStoring<T, N, kVectors, kAligned> storing(Op::sum_row(p, first_row + i) + first_column,
                                                  left_of(i));
+    inputs[i].join(p);
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       s[i][j] = Vector<T, N>::zero();
@@ -191,6 +208,7 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
       s[i][j] = inputs[i].finish(p, row_of(i), column_of(j), j);
       if constexpr (Op::kWritesSum && !Op::kNormsInput) storing.put(j, s[i][j]);
     }
+    if constexpr (Op::kWritesSum && !Op::kNormsInput) storing.end();
   }
   row_sum_end(cluster);
 
@@ -218,6 +236,7 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
         s[i][j] = inputs[i].add(p, column_of(j), j, s[i][j], stats);
         storing.put(j, s[i][j]);
       }
+      storing.end();
     }
   }
   const Stats own_stats =
@@ -225,7 +244,7 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
   if (saves) own_stats.save(p, first_row + own_row);
 
   // Write the results.
-  Op::template with_columns<kAligned>(p, [&](auto tag) {
+  Op::template with_columns<kAligned, kRows>(p, [&](auto tag) {
     using Columns = typename decltype(tag)::type;
     if constexpr (Columns::kRare) {
 #pragma unroll 1
@@ -238,15 +257,20 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
         for (int j = 0; j < kVectors; ++j) {
           if (is_empty<Op, kAligned>(warp_start, j, kStep, dim)) continue;
           const auto loaded = columns.load(column_of(j), dim);
-          storing.put(j, columns.map(vector_at(s, i, j), stats, loaded));
+          set_vector_at(s, i, j, columns.map(vector_at(s, i, j), stats, loaded));
         }
+        using Result = decltype(columns.map(s[0][0], stats, columns.load(0, dim)));
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j) storing.put(j, bits_as<Result>(vector_at(s, i, j)));
+        storing.end();
       }
       return;
     }
     constexpr bool kIsEarly =
         kEarly && std::is_same_v<typename Columns::Loaded, typename Packed::Loaded>;
+    constexpr bool kAll = Columns::kTogether && !kIsEarly;
     // Vectors that are loaded ahead of their use.
-    constexpr int kAhead = kIsEarly ? kVectors : kVectors > 1 ? Columns::kAhead : 0;
+    constexpr int kAhead = kIsEarly || kAll ? kVectors : kVectors > 1 ? Columns::kAhead : 0;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const Columns columns(p, row_of(i));
@@ -254,8 +278,9 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
       RowStoring<O, N, kVectors, kAligned> storing(Op::out_row(p, first_row + i) + first_column,
                                                    left_of(i));
       typename Columns::Loaded loaded[kVectors];
+      if constexpr (kAll) columns.load_all(first_column, dim, loaded);
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
+      for (int j = 0; j < (kAll ? 0 : kAhead); ++j) {
         if constexpr (kIsEarly) {
           if (i > 0 && !Op::shares_columns(p)) packed[j] = columns.load(column_of(j), dim);
           loaded[j] = packed[j];
@@ -275,6 +300,7 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
           storing.put(j, out);
         }
       }
+      if constexpr (!kQuantises<Op>) storing.end();
     }
   });
   if constexpr (kQuantises<Op>) {
@@ -316,6 +342,7 @@ __global__ void __launch_bounds__(kForwardThreads)
         const int column = start + static_cast<int>(threadIdx.x) * N;
         Inputs inputs;
         inputs.start(p, row, column, max(dim - column, -N));
+        inputs.join(p);
         float vector[kSums];
         Op::sums_of(inputs.finish(p, row, column, 0), vector);
 #pragma unroll
@@ -342,11 +369,13 @@ __global__ void __launch_bounds__(kForwardThreads)
       if (first || !Op::kWritesSum) {
         Inputs inputs;
         inputs.start(p, row, column, left);
+        inputs.join(p);
         s = inputs.finish(p, row, column, 0);
         if constexpr (Op::kNormsInput) s = inputs.add(p, column, 0, s, input_stats);
         if constexpr (Op::kWritesSum) {
           RowStoring<T, N, 1, false> storing(Op::sum_row(p, row) + column, left);
           storing.put(0, s);
+          storing.end();
         }
       } else {
         RowLoading<T, 1, false> loading;
@@ -398,11 +427,12 @@ __global__ void __launch_bounds__(kForwardThreads)
   const typename Op::Stats stats = stats_of();
   if (threadIdx.x == 0) stats.save(p, row);
 
-  Op::template with_columns<false>(p, [&](auto tag) {
+  Op::template with_columns<false, 1>(p, [&](auto tag) {
     const typename decltype(tag)::type columns(p, row);
     for_each_vector(false, [&](int column, int left, const Vector<T, N>& s) {
       RowStoring<O, N, 1, false> storing(Op::out_row(p, row) + column, left);
       storing.put(0, columns.map(s, stats, columns.load(column, dim)));
+      storing.end();
     });
   });
 }

@@ -58,11 +58,13 @@ __device__ __forceinline__ float sum_of_squares(const Vector<T, N>& s) {
 __device__ __forceinline__ float mean_of(float sum, float count) {
   return __fdiv_rn(sum, fmaxf(count, 1.0f));
 }
-// kFull: of kSpan values, a power of two, where a product is rounded as the division is.
+// Of up to kSpan values, a power of two: of that many a product is rounded as the division is, and
+// of none the mean is zero. kFull: all of them.
 template <bool kFull, int kSpan>
-__device__ __forceinline__ float mean_of_part(float sum, float count) {
+__device__ __forceinline__ float mean_of_part(float sum, int count) {
   static_assert((kSpan & (kSpan - 1)) == 0, "has a reciprocal");
-  return kFull ? sum * (1.0f / kSpan) : mean_of(sum, count);
+  if (kFull || count % kSpan == 0) return sum * (1.0f / kSpan);
+  return mean_of(sum, static_cast<float>(count));
 }
 
 // Moments of a part: about its own mean. In half precision sums of deviations are too small to
@@ -95,7 +97,7 @@ struct Moments {
       for (int k = 0; k < step; ++k) parts[k] += parts[k + step];
     }
     Moments m{parts[0], 0.0f, 0.0f};
-    const float mean = mean_of_vector<kWhole, N>(m.sum, count);
+    const float mean = mean_of_part<kWhole, N>(m.sum, count);
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       const float deviation = kWhole || k < count ? values[k] - mean : 0.0f;
@@ -103,10 +105,6 @@ struct Moments {
       if (kRest) m.rest += deviation;
     }
     return m;
-  }
-  template <bool kWhole, int N>
-  static __device__ __forceinline__ float mean_of_vector(float sum, int count) {
-    return kWhole ? sum * (1.0f / N) : mean_of(sum, static_cast<float>(count));
   }
 };
 
@@ -259,14 +257,14 @@ __device__ __forceinline__ PartMoments<kRest> reduce_units(
   const int own_count = count_of(own_start, width * N);
   PartMoments<kRest> result{{sum[0], 0.0f, 0.0f}, static_cast<float>(own_count), 0.0f};
   M& own = result.own;
-  result.mean = mean_of_part<kFull, kStep>(own.sum, result.count);
+  result.mean = mean_of_part<kFull, kStep>(own.sum, own_count);
   float others[kItems][kSums - 1], sums[kSums - 1];
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const float unit_mean = shuffle_from(result.mean, Tree::lane_of(i), width);
     const int column = part.warp_start + i % kVectors * kStep + Tree::lane() * N;
     const int inside = kWhole ? N : part.count(column, N);
-    const float d = M::template mean_of_vector<kWhole, N>(items[i].sum, inside) - unit_mean;
+    const float d = mean_of_part<kWhole, N>(items[i].sum, inside) - unit_mean;
     // NOTE: an empty vector has no deviation, whatever `d`.
     items[i].move(kFull || column < part.block_end ? d : 0.0f, static_cast<float>(inside));
     others[i][0] = items[i].squares;
@@ -280,10 +278,10 @@ __device__ __forceinline__ PartMoments<kRest> reduce_units(
     own.sum = Tree::add_units(own.sum);
     constexpr int kColumns = (kVectors < 4 ? kVectors : 4) * kStep;
     const int start = part.warp_start + (Tree::kTwoQuads ? Tree::own_item() / 4 * kColumns : 0);
-    const float count_of_all = static_cast<float>(count_of(start, kColumns));
+    const int count_of_all = count_of(start, kColumns);
     result.meet(mean_of_part<kFull, kColumns>(own.sum, count_of_all),
                 [](float v) { return Tree::add_units(v); });
-    result.count = count_of_all;
+    result.count = static_cast<float>(count_of_all);
   }
   return result;
 }
