@@ -294,7 +294,8 @@ struct GroupNormRows {
   }
 };
 
-// The same of each channel of a thread, of `count` positions; the pivot is its first value.
+// As ThreadMoments, of each channel of a thread, of `count` positions: the pivot is its first
+// value.
 template <int N>
 struct ChannelMoments {
   float pivot[N], sum[N] = {}, squares[N] = {};

@@ -25,17 +25,19 @@ struct RowForwardShape {
   bool light;         // one sum of one input: little besides the loads
 };
 
+// Warps from which on there are enough rows for that many vectors a thread.
+inline int64_t most_vectors_warps(const DeviceInfo& device) {
+  const int64_t resident_warps = int64_t{device.multiprocessors} * kForwardMostVectorBlocks *
+                                 kForwardMostVectorThreads / kWarpSize;
+  return device.tuning.norm_wide_waves * resident_warps;
+}
+
 // What a thread does for a row's moments besides its vectors takes as many instructions as four of
 // them. Eight pay where a row then has one warp, and there are rows for five waves of them; or
 // where a block would have more than half of its threads. On an H200, bfloat16: ada_layer_norm of
 // (32760, 1536) takes 64 us with four and 55 with eight, layer_norm of (4096, 16384) 75 and 70;
 // but ada_layer_norm of (9984, 2048), three waves, 27 and 29, and layer_norm of (8192, 3072), two
 // warps, 29 and 33.
-inline int64_t most_vectors_warps(const DeviceInfo& device) {
-  const int64_t resident_warps = int64_t{device.multiprocessors} * kForwardMostVectorBlocks *
-                                 kForwardMostVectorThreads / kWarpSize;
-  return device.tuning.norm_wide_waves * resident_warps;
-}
 inline bool most_vectors_pay(const DeviceInfo& device, int64_t rows, int64_t count) {
   const bool one_warp = count > kWarpSize * kForwardVectors &&
                         count <= kWarpSize * kForwardMostVectors &&

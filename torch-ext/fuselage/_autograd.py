@@ -28,10 +28,12 @@ def needs_grad(a: torch.Tensor, b: Optional[torch.Tensor] = None) -> bool:
 
 
 def some_need_grad(x: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
-    found = needs_grad(x)
-    for t in others:
-        found = (t is not None and needs_grad(t)) or found
-    return found
+    if needs_grad(x):
+        return True
+    for t in others:  # noqa: SIM110, as any() of a generator takes half as long again
+        if t is not None and needs_grad(t):
+            return True
+    return False
 
 
 def _no_forward_mode(*tensors: Optional[torch.Tensor]) -> None:

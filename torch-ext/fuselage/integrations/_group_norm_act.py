@@ -65,7 +65,7 @@ def recognise_group_norm_act(module: torch.nn.Module) -> Found:
 
 @cache
 def _fused_forward(forward: Callable, norms: frozenset, acts: frozenset) -> Optional[Callable]:
-    definition = deepcopy(_source.read(forward))
+    definition = _source.read(forward)
     if definition is None:
         return None
     fusion = _Fusion(definition.args.args[0].arg, norms, acts)

@@ -8,7 +8,7 @@ model. What to replace, and by what, is for the recognisers to say.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Callable, Optional, Union
 
@@ -247,17 +247,20 @@ def _slot(module: torch.nn.Module) -> tuple[object, str]:
     accelerate in `module._old_forward`, diffusers in its hook registry. Replacing the wrapper would
     lose the hook, so what they kept is what we replace; whichever comes first, the other survives.
     """
-    own = vars(module).get("forward")
-    if isinstance(own, types.MethodType) and own.__self__ is module:
-        return module, "forward"
-    places = [(module, "_old_forward")]
-    for reference in getattr(vars(module).get("_diffusers_hook"), "_fn_refs", ()):
-        places += [(reference, "original_forward"), (reference, "forward")]
-    for holder, name in places:
+    for holder, name in _places(module):
         value = vars(holder).get(name)
         if isinstance(value, types.MethodType) and value.__self__ is module:
             return holder, name
     return module, "forward"
+
+
+def _places(module: torch.nn.Module) -> Iterator[tuple[object, str]]:
+    """Where a forward may be, looked up as far as they are asked for: the first has it, mostly."""
+    yield module, "forward"
+    yield module, "_old_forward"
+    for reference in getattr(vars(module).get("_diffusers_hook"), "_fn_refs", ()):
+        yield reference, "original_forward"
+        yield reference, "forward"
 
 
 def _restore(module: torch.nn.Module, holder: object, name: str) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import inspect
 import types
-from copy import deepcopy
 from functools import cache, lru_cache
 from typing import Callable, Optional
 
@@ -37,7 +36,7 @@ def _keeping(forward: Callable) -> Optional[Callable]:
     """The forward that keeps it; None of one that does not ask."""
     if getattr(forward, "__globals__", {}).get("inspect") is not inspect:
         return None
-    definition = deepcopy(_source.read(forward))
+    definition = _source.read(forward)
     if definition is None:
         return None
     wanted = ast.parse("inspect.signature(self.processor.__call__)", mode="eval").body
