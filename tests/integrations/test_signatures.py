@@ -115,3 +115,11 @@ def test_others_stay(integration):
     torch.manual_seed(0)
     assert not integration.patch(Own(16, heads=2, dim_head=8)).replaced
     assert not integration.patch(nn.Linear(4, 4)).replaced
+
+
+def test_a_forward_of_somebody_else_is_reported(integration):
+    module = attention()
+    module.forward = lambda hidden_states: hidden_states
+    report = integration.patch(module)
+    assert not report.replaced
+    assert "its forward was replaced already" in report.left_alone[""]

@@ -69,11 +69,11 @@ def patch(pipe: object, *, linear: Optional[str] = None, keep: Sequence[str] = (
     report = Report()
     for name, model in _models(pipe):
         patch_modules(model, PARTS, BLOCKS, report, name, BODIES)
-        for module, what in patch_modules(
-            model, (recognise_signature,), prefix=name
-        ).replaced.items():
+        kept = patch_modules(model, (recognise_signature,), prefix=name)
+        for module, what in kept.replaced.items():  # beside what became of the processor
             others = report.replaced.get(module)
             report.replaced[module] = what if others is None else f"{others}, {what}"
+        report.left_alone |= kept.left_alone
         replace_linears(model, linear, keep, report, name, fuses_quantization=False)
         if linear is not None:
             patch_modules(model, (recognise_feed_forward,), report=report, prefix=name)
