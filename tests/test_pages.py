@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import re
 import sys
 from functools import partial
@@ -107,13 +106,15 @@ def test_the_site_has_every_page():
 
 def test_every_operator_that_was_measured_has_a_plot():
     """On its page, with a bar and a title of its time for each case."""
-    cases = json.loads(site_plots.RESULTS.read_text("utf-8"))["cases"].values()
+    operators = site_plots.results().keys() - {"fp8_linear"}  # a module
+    shown = [site_plots.cases(operator) for operator in operators]
+    cases = [case for shapes in shown for pair in shapes.values() for case in pair.values()]
     pages = "".join(
         site_plots.with_plots(page.read_text("utf-8")) for page in DOCS.glob("reference/*.md")
     )
     figures = [ElementTree.fromstring(f) for f in re.findall(r"<figure.*?</figure>", pages)]
     bars = [bar for figure in figures for bar in figure.iter("rect")]
-    assert len(figures) == len(site_plots.cases()) and len(bars) == len(cases)
+    assert len(figures) == len(shown) and len(bars) == len(cases)
     titles = [bar.findtext("title") for bar in bars]
     for case in cases:
         own, copy = case["contenders"]["fuselage"]["us"], case["copy"]["us"]

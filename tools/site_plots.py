@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from functools import cache
 from html import escape
 from pathlib import Path
 
-RESULTS = Path(__file__).resolve().parent.parent / "benchmarks/results/nvidia-h200.json"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.roofline.latest import latest, operator_of
+
+REPO_DIR = Path(__file__).resolve().parent.parent
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 CONTENDERS = {"torch": "PyTorch", "eager": "PyTorch", "compile": "torch.compile", "liger": "Liger"}
 MARKS = {  # around their centre
@@ -41,13 +46,19 @@ def with_plots(markdown: str) -> str:
 
 
 @cache
-def cases() -> dict[str, dict[str, dict[str, dict]]]:
-    """`{operator: {shape: {direction: case}}}`; a shape has the operator's variant in its name."""
-    found: dict[str, dict[str, dict[str, dict]]] = {}
-    for case in json.loads(RESULTS.read_text("utf-8"))["cases"].values():
-        operator = case["operator"].replace("-", " ").partition(" ")[0]
-        shape = case["shape"] + case["operator"].removeprefix(operator).replace("-", " ")
-        found.setdefault(operator, {}).setdefault(shape, {})[case["direction"]] = case
+def results() -> dict[str, dict]:
+    """`{operator: the results of the GPU that measured it last}`."""
+    paths = sorted((REPO_DIR / "benchmarks/results").glob("nvidia-*.json"))
+    return latest(json.loads(path.read_text("utf-8")) for path in paths)
+
+
+def cases(operator: str) -> dict[str, dict[str, dict]]:
+    """`{shape: {direction: case}}`; a shape has the operator's variant in its name."""
+    found: dict[str, dict[str, dict]] = {}
+    for case in results().get(operator, {"cases": {}})["cases"].values():
+        if operator_of(case) == operator:
+            shape = case["shape"] + case["operator"].removeprefix(operator).replace("-", " ")
+            found.setdefault(shape, {})[case["direction"]] = case
     return found
 
 
@@ -58,7 +69,7 @@ def percent(case: dict, contender: str) -> float:
 
 def figure(operator: str) -> str:
     """HTML of an operator's figure; nothing where it was not measured."""
-    shapes = cases().get(operator)
+    shapes = cases(operator)
     if not shapes:
         return ""
     ordered = sorted(shapes, key=lambda shape: -max(c["bytes"] for c in shapes[shape].values()))
@@ -84,8 +95,9 @@ def figure(operator: str) -> str:
             mark = f'<svg viewBox="-6 -6 12 12"><path class="mark" d="{MARKS[name]}"/></svg>'
             legend.append(f"<span>{mark} {name}</span>")
     what = (
-        "On an H200, in percent of the speed of a copy of the same bytes, with nothing in the L2 "
-        f"cache. {NOTES.get(operator, '')} Point at a bar for its time."
+        f"On an {results()[operator]['environment']['device']}, in percent of the speed of a copy "
+        "of the same bytes, with nothing in the L2 cache. "
+        f"{NOTES.get(operator, '')} Point at a bar for its time."
     )
     caption = f"<figcaption>{''.join(legend)}<br/>{what}</figcaption>"
     return f'<figure class="speed">{"".join(parts)}</svg>{caption}</figure>'

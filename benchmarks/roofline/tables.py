@@ -18,6 +18,7 @@ from pathlib import Path
 from ..end_to_end import report as models
 from . import bar, results
 from .contenders import REPO
+from .latest import latest, operator_of
 
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 # PyTorch's own function where there is one (F.rms_norm), and otherwise its formula, not compiled.
@@ -25,14 +26,18 @@ PYTORCH = ("torch", "eager")
 
 
 def summary() -> str:
-    """Markdown for every device: one row for each operator and direction."""
+    """Markdown: one row for each operator and direction, of the GPU that measured it last."""
     parts = []
-    for stored in map(results.load, results.stored_files()):
+    files = [results.load(path) for path in results.stored_files()]
+    shown = latest(stored for stored in files if _on_gpu(stored))
+    for stored in files:
         first = {}
         for case in _main(stored):
-            first.setdefault((case["operator"], case["direction"], case.get("threads")), case)
+            if not _on_gpu(stored) or shown[operator_of(case)] is stored:
+                first.setdefault((case["operator"], case["direction"], case.get("threads")), case)
         cases = list(first.values())
-        parts += [_title(stored, cases), _table(stored, cases)]
+        if cases:
+            parts += [_title(stored, cases), _table(stored, cases)]
     return "\n\n".join(parts)
 
 
@@ -47,8 +52,12 @@ def details() -> str:
     return "\n\n".join(parts)
 
 
+def _on_gpu(stored: dict) -> bool:
+    return "cuda" in stored["environment"]
+
+
 def _table(stored: dict, cases: list[dict]) -> str:
-    return _gpu_table(cases) if "cuda" in stored["environment"] else _cpu_table(cases)
+    return _gpu_table(cases) if _on_gpu(stored) else _cpu_table(cases)
 
 
 def model_summary() -> str:
