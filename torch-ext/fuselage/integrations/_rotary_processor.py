@@ -71,7 +71,19 @@ def _processor_kind(kind: type, name: str) -> Optional[type]:
     members = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
     members |= {"fuselage_replacement": WHAT, "fuselage_norms": norms}
     members |= {"__reduce__": _as_the_plain_one, "__deepcopy__": _as_ours}
-    return type(kind.__name__, (kind,), members)
+    subclass = type(kind.__name__, (kind,), members)
+    _register_like(kind, subclass)
+    return subclass
+
+
+def _register_like(kind: type, subclass: type) -> None:
+    """Tells diffusers of it, which skips attention by what it knows of a processor's class."""
+    try:
+        from diffusers.hooks._helpers import AttentionProcessorRegistry as registry
+
+        registry.register(subclass, registry.get(kind))
+    except (ImportError, ValueError):  # a diffusers that has none, or one that lacks the class
+        return
 
 
 _ONE, _BOTH = "fuselage_rotate", "fuselage_rotate_both"
