@@ -13,7 +13,7 @@ from ..ada_norm import ada_layer_norm, ada_rms_norm, gate_residual_ada_norm
 from . import _probe
 from ._gates import is_still_gelu_tanh
 from ._norms import LAYER_NORM, eps_of, is_norm, parameter
-from ._patch import listened_to, replacement_of
+from ._patch import listened_to, replacement_of, wrapped
 from ._products import has_epilogue, linear_gelu_tanh, linear_of_parts, may_stay_apart
 
 
@@ -32,10 +32,14 @@ def add_norm(norm: torch.nn.Module, x, residual):
 def norm_add_norm(post: torch.nn.Module, x, residual, norm: torch.nn.Module):
     """`r = residual + post(x)`; returns `norm(r)` and `r`, in one pass if both are RMS norms of
     ours that round alike.
+
+    Not with a hook around one of them, which may have its weight elsewhere until it is called, and
+    moves what it is given.
     """
     alike = replacement_of(post) == replacement_of(norm) != LAYER_NORM
     same_shape = _shape(x) is not None and _shape(x) == _shape(residual)
-    if alike and same_shape and _is_ours(post) and _is_ours(norm):
+    bare = not (wrapped(post) or wrapped(norm))
+    if alike and bare and same_shape and _is_ours(post) and _is_ours(norm):
         return norm(x, residual, post)
     return add_norm(norm, post(x), residual)
 
