@@ -848,31 +848,40 @@ void topk_softmax(const DeviceInfo& device, Report& report) {
 }
 
 void quant_fp8(const DeviceInfo& device, Report& report) {
+  const auto sweep = [&](const QuantShape& shape) {
+    const int columns = 16 / shape.element_size;
+    report.begin(std::to_string(shape.rows) + " rows of " + std::to_string(shape.dim) +
+                 " columns of " + std::to_string(shape.element_size));
+    const QuantPolicy policy = quant_policy(device, shape);
+    expect_legal(report, device,
+                 {policy.vectors, 1, policy.threads_per_row, policy.rows_per_block, 0, 1},
+                 kQuantThreads);
+    const int64_t block_columns = int64_t{policy.threads_per_row} * policy.vectors * columns;
+    report.expect(
+        (shape.whole_rows && !policy.for_many) || policy.slices * block_columns >= shape.dim,
+        "columns without a thread");
+    report.expect(!shape.whole_rows || policy.slices == 1, "a row of one scale in several blocks");
+    report.expect(policy.slices == 1 || block_columns % 128 == 0, "groups across blocks");
+    report.expect(policy.rows_per_block == 1 || policy.threads_per_row <= kWarpSize,
+                  "several rows that wait for each other");
+    report.expect(
+        (policy.for_many && policy.vectors == 1) || policy.threads_per_row % kWarpSize == 0,
+        "a part of a warp");
+    report.expect(shape.aligned || !policy.for_many || shape.dim <= kWarpSize * columns ||
+                      policy.vectors == kQuantVectors,
+                  "another kernel than that of unaligned rows");
+  };
   for (const int64_t dim :
-       {1,    7,    8,    31,   64,    100,   128,   256,   257,   264,    512,    1000,
-        2880, 4096, 5000, 8192, 16384, 16392, 32768, 32776, 40000, 131072, 1 << 30}) {
-    for (const int element_size : {2, 4}) {
-      const int columns = 16 / element_size;
-      for (const bool whole_rows : {false, true}) {
-        for (const bool for_many : {false, true}) {
-          if (for_many && dim % columns != 0) continue;
-          report.begin(std::to_string(dim) + " columns of " + std::to_string(element_size));
-          const QuantPolicy policy = quant_policy(dim, element_size, whole_rows, for_many);
-          const bool is_short = policy.for_many && policy.vectors == 1;
-          const int most = is_short ? kQuantShortThreads : kQuantThreads;
-          expect_legal(report, device,
-                       {policy.vectors, 1, policy.threads_per_row, policy.rows_per_block, 0, 1},
-                       most);
-          const int64_t block_columns = int64_t{policy.threads_per_row} * policy.vectors * columns;
-          report.expect((whole_rows && !policy.for_many) || policy.slices * block_columns >= dim,
-                        "columns without a thread");
-          report.expect(!whole_rows || policy.slices == 1, "a row of one scale in several blocks");
-          report.expect(policy.slices == 1 || block_columns % 128 == 0, "groups across blocks");
-          report.expect(policy.rows_per_block == 1 || policy.threads_per_row <= kWarpSize,
-                        "several rows that wait for each other");
-          report.expect(
-              (policy.for_many && policy.vectors == 1) || policy.threads_per_row % kWarpSize == 0,
-              "a part of a warp");
+       {1,    7,    8,    31,   64,   100,   128,   256,   257,   264,   512,    1000,
+        2880, 4096, 4097, 5000, 8192, 16384, 16392, 32768, 32776, 40000, 131072, 1 << 30}) {
+    for (const int64_t rows : {1, 7, 1000, 1 << 20}) {
+      for (const int element_size : {2, 4}) {
+        for (const bool whole_rows : {false, true}) {
+          for (const bool aligned : {false, true}) {
+            if (aligned && dim % (16 / element_size) != 0) continue;
+            for (const bool for_many : {false, true})
+              sweep({rows, dim, element_size, whole_rows, aligned, for_many});
+          }
         }
       }
     }
@@ -885,7 +894,10 @@ void row_quant(const DeviceInfo& device, Report& report) {
     for (const int64_t rows : {1, 7, 100, 1000, 20000, 1 << 20}) {
       for (const bool most_vectors : {false, true}) {
         report.begin(std::to_string(rows) + " rows of " + std::to_string(dim) + " columns");
-        const RowPolicy policy = row_quant_policy(device, rows, dim, most_vectors);
+        const RowPolicy unaligned = row_quant_policy(device, rows, dim, false, most_vectors);
+        report.expect(unaligned.vectors == kForwardVectors || dim <= 8 * kWarpSize,
+                      "another kernel than that of unaligned rows");
+        const RowPolicy policy = row_quant_policy(device, rows, dim, true, most_vectors);
         const bool most = policy.vectors == kForwardMostVectors;
         expect_legal(report, device,
                      {policy.vectors, 1, policy.threads_per_row, policy.rows_per_block, 0, 1},

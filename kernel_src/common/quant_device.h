@@ -5,7 +5,9 @@
 // choose.
 //
 // kTyped: T is the dtype of x. Otherwise it is bfloat16 for both of half precision
-// (common/dispatch_size.h). kForMany: aligned rows of float8_e4m3fn.
+// (common/dispatch_size.h). kE4m3: the format is float8_e4m3fn; otherwise it is known when the
+// kernel runs. Codes are written as rows of any dtype are (common/row_vectors.h): those of rows of
+// an odd size start at any byte.
 #pragma once
 
 #include <type_traits>
@@ -126,6 +128,7 @@ constexpr float kSmallestUsualScale = 5.421010862e-20f,
 // correction rounds the quotient to nearest (Markstein 1990). That takes a scale that is neither
 // very large nor very small, so both may be multiplied by a power of two.
 struct ScaleDivisor {
+  static constexpr bool kE4m3 = false;  // whether it is for that format alone
   float scale, reciprocal, rest, factor;
   float bound;  // of a given scale, beyond which the dividend is out of range; or infinity
 
@@ -158,9 +161,10 @@ struct ScaleDivisor {
   }
 };
 
-// The same for usual scales that are made of x: nothing is out of range.
+// The same for usual scales that are made of x, and float8_e4m3fn: nothing is out of range.
 template <typename T>
 struct MadeDivisor {
+  static constexpr bool kE4m3 = true;
   float reciprocal, rest;
 
   // x of half precision: 2 instructions for a quotient that is rounded to the same eight bits. It
@@ -184,6 +188,7 @@ struct MadeDivisor {
 
 template <>
 struct MadeDivisor<float> : ScaleDivisor {
+  static constexpr bool kE4m3 = true;
   using ScaleDivisor::ScaleDivisor;
   template <int N>
   __device__ __forceinline__ void divide(float (&values)[N]) const {
@@ -192,15 +197,8 @@ struct MadeDivisor<float> : ScaleDivisor {
   }
 };
 
-// Calls f with what divides by a scale, a given one or one that was made of x in T.
-template <typename T, typename F>
-__device__ __forceinline__ void with_divisor(const QuantForward& p, float scale, F&& f) {
-  const bool is_usual = scale >= kSmallestUsualScale && scale <= kLargestUsualScale;
-  if (is_usual && p.given_scale == nullptr) {
-    f(MadeDivisor<T>(p, scale));
-  } else {
-    f(ScaleDivisor(p, scale));
-  }
+__device__ __forceinline__ bool is_usual_scale(float scale) {
+  return scale >= kSmallestUsualScale && scale <= kLargestUsualScale;
 }
 
 // ---- codes ----
@@ -210,7 +208,6 @@ __device__ __forceinline__ uint32_t encode_int8(float value) {
   return static_cast<uint32_t>(__float2int_rn(kept)) & 0xffu;
 }
 
-// kE4m3: what `format` is otherwise is known when the kernel runs.
 template <bool kE4m3, int N>
 __device__ __forceinline__ Vector<uint8_t, N> encode(const float (&values)[N], QuantFormat format) {
   Vector<uint8_t, N> codes;
@@ -229,65 +226,6 @@ __device__ __forceinline__ Vector<uint8_t, N> encode(const float (&values)[N], Q
     each_word([](float a, float b) { return encode_int8(a) | encode_int8(b) << 8; });
   }
   return codes;
-}
-
-// Writes the codes of `left` columns or fewer. Rows that start anywhere are written in aligned
-// blocks, which a lane joins of the end of the vector before and the start of its own; the first
-// and last lanes, and the end of the row, write bytes. All lanes of the warp call together.
-template <bool kAligned, int N>
-__device__ __forceinline__ void store_codes(const Vector<uint8_t, N>& codes, uint8_t* target,
-                                            int left) {
-  if constexpr (kAligned) {
-    if (left > 0) codes.store(target);
-  } else {
-    constexpr int kWords = N / 4;
-    uint64_t own = 0, before = 0;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      own |= static_cast<uint64_t>(codes.words[i]) << (32 * i);
-      before |= static_cast<uint64_t>(shuffle_up(codes.words[i], kWarpSize)) << (32 * i);
-    }
-    if (left <= 0) return;
-    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-    const int shift = Vector<uint8_t, N>::shift_of(target);
-    const auto put_bytes = [&](int begin, int end) {
-#pragma unroll 1
-      for (int k = begin; k < end; ++k) target[k] = static_cast<uint8_t>(own >> (8 * k));
-    };
-    const int starts_here = N - shift;  // bytes of this vector in the block in which it starts
-    if (left < starts_here || (lane == 0 && shift > 0)) {
-      // The first lane has nothing of what comes before it; past the row's end there may be another
-      // row's.
-      if (lane > 0) {
-#pragma unroll 1
-        for (int k = starts_here; k < N; ++k)
-          target[k - N] = static_cast<uint8_t>(before >> (8 * k));
-      }
-      put_bytes(0, min(left, starts_here));
-    } else {
-      const uint64_t block = shift == 0 ? own : own << (8 * shift) | before >> (8 * starts_here);
-      Vector<uint8_t, N> whole;
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) whole.words[i] = static_cast<uint32_t>(block >> (32 * i));
-      whole.store(target - shift);
-    }
-    // What lies past that block is the next lane's to write, where it has some of the row.
-    if (lane == kWarpSize - 1 || left <= N) put_bytes(starts_here, min(left, N));
-  }
-}
-
-// A vector from its values to its codes in memory.
-template <bool kForMany, bool kTyped, typename Divisor, typename T, int N>
-__device__ __forceinline__ void quantise(const QuantForward& p, const Vector<T, N>& vector,
-                                         const Divisor& divisor, uint8_t* target, int left) {
-  float values[N];
-  if constexpr (kTyped) {
-    vector.to_floats(values);
-  } else {
-    unpack(vector, opaque(p.x_dtype), values);
-  }
-  divisor.divide(values);
-  store_codes<kForMany>(encode<kForMany>(values, opaque(p.format)), target, left);
 }
 
 template <bool kTyped, typename T>
@@ -312,46 +250,79 @@ __device__ __forceinline__ float scale_of_group(const QuantForward& p, const Vec
   return scale;
 }
 
-// A row's vectors, of which a thread has kVectors a warp apart, to scales and codes: aligned rows
-// of float8_e4m3fn, which a warp or less, or the block has. `first_column`, `left`: the first
-// column of this thread, and how many there are from there on, none past the last row.
-template <bool kTyped, typename T, int kVectors>
+// Whether vector j of the warp lies past the row's end. Aligned, it is cheaper not to look.
+template <bool kAligned, int N>
+__device__ __forceinline__ bool is_past_end(int left, int j) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  return !kAligned && j > 0 && left + lane * N <= j * kWarpSize * N;
+}
+
+// A thread's vectors to codes, by the row's scale or those of their groups. `first_column`, `left`:
+// the first column of this thread, and how many there are from there on (RowStoring).
+template <bool kE4m3, bool kTyped, bool kAligned, typename T, int N, int kVectors>
+__device__ __forceinline__ void quantise_vectors(const QuantForward& p,
+                                                 const Vector<T, N> (&vectors)[kVectors],
+                                                 float row_scale, int64_t row, int first_column,
+                                                 int left) {
+  constexpr int kStep = kWarpSize * N;
+  RowStoring<uint8_t, N, kVectors, kAligned> storing(p.q + row * p.dim + first_column, left);
+  // Those after the first are of groups alone: a row has one divisor.
+  float scales[kVectors];
+  scales[0] = row_scale;
+  bool are_usual = is_usual_scale(row_scale);
+  if (p.in_groups) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      scales[j] = scale_of_group<kTyped, kVectors>(p, vectors[j], row, first_column + j * kStep,
+                                                   left > j * kStep);
+      are_usual &= is_usual_scale(scales[j]);
+    }
+  }
+  const auto put_all = [&](const auto& make_divisor) {
+    auto divisor = make_divisor(scales[0]);
+    constexpr bool kIsE4m3 = kE4m3 || decltype(divisor)::kE4m3;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      if (is_past_end<kAligned, N>(left, j)) continue;
+      if (j > 0 && p.in_groups) divisor = make_divisor(scales[j]);
+      float values[N];
+      if constexpr (kTyped) {
+        vectors[j].to_floats(values);
+      } else {
+        unpack(vectors[j], opaque(p.x_dtype), values);
+      }
+      divisor.divide(values);
+      storing.put(j, encode<kIsE4m3>(values, opaque(p.format)));
+    }
+  };
+  if (are_usual && p.given_scale == nullptr && (kE4m3 || p.format == QuantFormat::e4m3)) {
+    put_all([&](float scale) { return MadeDivisor<T>(p, scale); });
+  } else {
+    put_all([&](float scale) { return ScaleDivisor(p, scale); });
+  }
+  storing.end();
+}
+
+// A row's vectors, of which a thread has kVectors a warp apart, to scales and codes: rows of
+// float8_e4m3fn, which a warp or less, or the block has. No columns are left past the last row.
+template <bool kTyped, bool kAligned, typename T, int kVectors>
 __device__ __forceinline__ void quantise_row(const QuantForward& p,
                                              const Vector<T, 16 / sizeof(T)> (&vectors)[kVectors],
                                              int64_t row, int first_column, int left) {
-  constexpr int kStep = kWarpSize * 16 / static_cast<int>(sizeof(T));
   __shared__ uint32_t warps[kWarpSize];
-  uint8_t* target = p.q + row * p.dim + first_column;
-  const auto each_vector = [&](auto&& f) {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) f(vectors[j], j * kStep);
-  };
-  if (p.in_groups) {
-    each_vector([&](const auto& vector, int offset) {
-      const float scale =
-          scale_of_group<kTyped, kVectors>(p, vector, row, first_column + offset, left > offset);
-      with_divisor<T>(p, scale, [&](const auto& divisor) {
-        quantise<true, kTyped>(p, vector, divisor, target + offset, left - offset);
-      });
-    });
-    return;
-  }
   float scale = 1.0f;
   if (p.given_scale != nullptr) {
     scale = *p.given_scale;
-  } else {
+  } else if (!p.in_groups) {
     uint32_t keys = 0;
-    each_vector([&](const auto& vector, int offset) {
-      keys = left > offset ? larger_keys(keys, vector) : keys;
-    });
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      keys = left > j * kWarpSize * 16 / static_cast<int>(sizeof(T)) ? larger_keys(keys, vectors[j])
+                                                                     : keys;
     scale = scale_of<kTyped, T>(p, largest_of_row(key_of<T>(keys), warps));
     if (threadIdx.x == 0 && row < p.rows) p.scale[row * p.scale_row_stride] = scale;
   }
-  with_divisor<T>(p, scale, [&](const auto& divisor) {
-    each_vector([&](const auto& vector, int offset) {
-      quantise<true, kTyped>(p, vector, divisor, target + offset, left - offset);
-    });
-  });
+  quantise_vectors<true, kTyped, kAligned>(p, vectors, scale, row, first_column, left);
 }
 
 }  // namespace fuselage

@@ -3,8 +3,11 @@
 //
 //   T, kTyped                  as in common/quant_device.h
 //   Params                     what the kernel is given; Source::quant(p) is the QuantForward in it
-//   Inputs<kVectors>           start() issues the loads of a row; finish(p, j) gives vector j of T
-//   store(p, row, column, vector)   where the result goes unquantised, too
+//   Inputs<kVectors, kAligned>   start() issues the loads of a row, join() puts their vectors
+//                              together, finish(j) gives vector j of T
+//   out_row(p, row)            where the result goes unquantised, too, or null
+//   kUnaligned                 whether rows may start anywhere
+//   kRegisters                 of a thread with kQuantVectors of aligned rows
 //
 // Rows, warps and vectors. A vector is 16 bytes of x; a thread has kVectors of them, a warp apart,
 // in registers (common/row_vectors.h): x is read once.
@@ -24,14 +27,15 @@
 
 namespace fuselage {
 
-// Registers of a thread. With more, which the compiler takes where it can, fewer blocks are on a
-// multiprocessor to load while others compute: gelu_tanh_quant of (16384, 4096) bfloat16 takes 84
-// us on an H100 so, and 94 with 64 registers.
-constexpr int quant_registers(int vectors) { return vectors == 1 ? 32 : 48; }
+// Registers of a thread. With more fewer blocks are on a multiprocessor to load while others
+// compute; with fewer the compiler loads later.
+template <typename Source>
+constexpr int quant_registers(int vectors, bool aligned) {
+  return vectors == 1 ? 32 : aligned ? Source::kRegisters : 64;
+}
 
-template <typename Source, int kVectors>
-__global__ void FUSELAGE_MAX_REGISTERS(kVectors == 1 ? kQuantShortThreads : kQuantThreads,
-                                       quant_registers(kVectors))
+template <typename Source, int kVectors, bool kAligned>
+__global__ void FUSELAGE_MAX_REGISTERS(kQuantThreads, quant_registers<Source>(kVectors, kAligned))
     quant_kernel(const typename Source::Params params, const int slices) {
   using T = typename Source::T;
   constexpr int N = 16 / sizeof(T);
@@ -46,25 +50,33 @@ __global__ void FUSELAGE_MAX_REGISTERS(kVectors == 1 ? kQuantShortThreads : kQua
                            warp * kVectors * kStep + static_cast<int>(threadIdx.x % kWarpSize) * N;
   const int left = row < p.rows ? dim - first_column : -N;
 
-  typename Source::template Inputs<kVectors> inputs;
+  typename Source::template Inputs<kVectors, kAligned> inputs;
   inputs.start(params, row, first_column, left);
+  inputs.join();
   Vector<T, N> vectors[kVectors];
+  T* const out = Source::out_row(params, row);
+  RowStoring<T, N, kVectors, kAligned> storing(out + first_column, left);
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
-    vectors[j] = inputs.finish(params, j);
-    if (left > j * kStep) Source::store(params, row, first_column + j * kStep, vectors[j]);
+    vectors[j] = Vector<T, N>::zero();
+    if (!is_past_end<kAligned, N>(left, j)) vectors[j] = inputs.finish(j);
+    if (!kAligned || out != nullptr) storing.put(j, vectors[j]);
   }
-  quantise_row<Source::kTyped, T, kVectors>(p, vectors, row, first_column, left);
+  if (out != nullptr) storing.end();
+  quantise_row<Source::kTyped, kAligned>(p, vectors, row, first_column, left);
 }
 
 template <typename Source>
 gpuError launch_quant(const typename Source::Params& params, const QuantPolicy& policy,
-                      gpuStream stream) {
+                      bool aligned, gpuStream stream) {
   const int64_t rows = Source::quant(params).rows;
   const dim3 grid(static_cast<unsigned>(ceil_div(rows, policy.rows_per_block) * policy.slices));
   const dim3 block(policy.threads_per_row, policy.rows_per_block);
-  const auto kernel =
-      policy.vectors == 1 ? &quant_kernel<Source, 1> : &quant_kernel<Source, kQuantVectors>;
+  auto kernel = policy.vectors == 1 ? &quant_kernel<Source, 1, true>
+                                    : &quant_kernel<Source, kQuantVectors, true>;
+  if constexpr (Source::kUnaligned) {
+    if (!aligned) kernel = &quant_kernel<Source, kQuantVectors, false>;
+  }
   return gpu_launch(kernel, grid, block, 0, 1, stream, params, static_cast<int>(policy.slices));
 }
 

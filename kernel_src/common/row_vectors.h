@@ -55,6 +55,18 @@ __device__ __forceinline__ Vector<T, N> select(bool first, const Vector<T, N>& a
   return result;
 }
 
+// The first `count` elements of half precision, and zeros.
+template <typename T, int N>
+__device__ __forceinline__ Vector<T, N> first_elements(const Vector<T, N>& v, int count) {
+  static_assert(sizeof(T) == 2, "two in a word");
+  if (count >= N) return v;
+  Vector<T, N> result;
+#pragma unroll
+  for (int i = 0; i < Vector<T, N>::kWords; ++i)
+    result.words[i] = count > 2 * i + 1 ? v.words[i] : count > 2 * i ? v.words[i] & 0xffffu : 0;
+  return result;
+}
+
 // Calls f(shift) of bytes between a block and a vector of T. Where all lanes of a warp have the
 // same, as they have of one row, it is called from a branch for each number of whole words: the
 // compiler then knows which words go where, and there is nothing to select.
@@ -256,6 +268,8 @@ struct RowStoring<T, N, kVectors, false> {
 
  private:
   static constexpr int kVector = N * static_cast<int>(sizeof(T));
+  static constexpr int kInWord = 4 - static_cast<int>(sizeof(T));  // of a shift, less whole words
+  static_assert(sizeof(T) > 1 || kBytes <= 8, "parts of a block are shifted out of two words");
   static __device__ __forceinline__ constexpr int offset_of(int b) {
     return b / kPieces * kWarpSize * kVector + b % kPieces * kBytes;
   }
@@ -292,23 +306,35 @@ struct RowStoring<T, N, kVectors, false> {
     for (int i = 0; i < kWords; ++i) {
       const uint32_t word = blocks[0].words[i];
       char* const at = first + 4 * i;
-      if (i != shift / 4 || (shift & 2) == 0) {
+      const int rest = shift & kInWord;
+      if (i != shift / 4 || rest == 0) {
         *reinterpret_cast<uint32_t*>(at + (i < shift / 4 ? past : 0)) = word;
       } else {
-        store_low(at + past, word);
-        store_low(at + 2, word >> 16);
+#pragma unroll
+        for (int k = 0; k < 4; k += sizeof(T))
+          store_low(at + k + (k < rest ? past : 0), word >> (8 * k));
       }
     }
   }
 
   static __device__ __forceinline__ void store_low(char* target, uint32_t word) {
-    *reinterpret_cast<uint16_t*>(target) = static_cast<uint16_t>(word);
+    if constexpr (sizeof(T) == 1) {
+      *target = static_cast<char>(word);
+    } else {
+      *reinterpret_cast<uint16_t*>(target) = static_cast<uint16_t>(word);
+    }
   }
 
-  // Writes bytes [begin, end) of a block, both even.
+  // Writes bytes [begin, end) of a block, both multiples of T's size.
   static __device__ __forceinline__ void put_part(const Piece& part, char* block, int begin,
                                                   int end) {
     if (begin >= end) return;
+    if constexpr (sizeof(T) == 1) {
+      const uint64_t all = static_cast<uint64_t>(part.words[kWords - 1]) << 32 | part.words[0];
+#pragma unroll 1
+      for (int k = begin; k < end; ++k) store_low(block + k, static_cast<uint32_t>(all >> (8 * k)));
+      return;
+    }
     uint32_t low = part.words[0], high = low;  // the words in which it starts and ends
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {

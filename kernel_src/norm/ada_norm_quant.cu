@@ -11,7 +11,7 @@ bool ada_norm_quantises(const Quantised<AdaNormForward>& p) { return is_one_kern
 const char* ada_norm_quant(const Quantised<AdaNormForward>& p, int device, void* stream) {
   return message_of(dispatch_half(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return launch_row_quant<AdaNormOp<T, false>>(ada_norm_params(p), p.quant, device,
+    return launch_row_quant<AdaNormOp<T, false>>(ada_norm_params(p), p.quant, is_aligned(p), device,
                                                  static_cast<gpuStream>(stream));
   }));
 }

@@ -12,8 +12,9 @@ const char* rms_norm_quant(const Quantised<RmsNormForward>& p, int device, void*
   return message_of(dispatch_half(p.x_dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return with_bool(p.residual != nullptr, [&](auto residual) {
-      return launch_row_quant<RmsNormOp<T, T, residual>>(
-          static_cast<const RmsNormForward&>(p), p.quant, device, static_cast<gpuStream>(stream));
+      return launch_row_quant<RmsNormOp<T, T, residual>>(static_cast<const RmsNormForward&>(p),
+                                                         p.quant, is_aligned(p), device,
+                                                         static_cast<gpuStream>(stream));
     });
   }));
 }

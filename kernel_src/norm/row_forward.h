@@ -259,6 +259,7 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
           const auto loaded = columns.load(column_of(j), dim);
           set_vector_at(s, i, j, columns.map(vector_at(s, i, j), stats, loaded));
         }
+        if constexpr (kQuantises<Op>) continue;
         using Result = decltype(columns.map(s[0][0], stats, columns.load(0, dim)));
 #pragma unroll
         for (int j = 0; j < kVectors; ++j) storing.put(j, bits_as<Result>(vector_at(s, i, j)));
@@ -304,14 +305,15 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
     }
   });
   if constexpr (kQuantises<Op>) {
-    static_assert(kRows == 1 && kAligned && !kClusters, "a row of one block");
+    static_assert(kRows == 1 && !kClusters, "a row of one block");
     if (p.out != nullptr) {
       RowStoring<O, N, kVectors, kAligned> storing(Op::out_row(p, first_row) + first_column,
                                                    left_of(0));
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) storing.put(j, s[0][j]);
+      storing.end();
     }
-    Op::quantise(p, s[0], first_row, first_column, left_of(0));
+    Op::template quantise<kAligned>(p, s[0], first_row, first_column, left_of(0));
   }
 }
 

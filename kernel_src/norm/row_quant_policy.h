@@ -11,14 +11,21 @@
 
 namespace fuselage {
 
-// Whether one kernel does both: aligned rows of half precision that a block holds, to
-// float8_e4m3fn. Others are written out by the norm's kernel, and quantised by quant_fp8's.
+// Whether every row starts and ends on a boundary: q's of 8 bytes, which are a vector's.
+template <typename Forward>
+inline bool is_aligned(const Quantised<Forward>& p) {
+  return is_aligned(static_cast<const Forward&>(p)) && aligned_rows(p.quant.q, p.dim, p.dim, 1, 8);
+}
+
+// Whether one kernel does both: rows of half precision that a block holds, to float8_e4m3fn. Others
+// are written out by the norm's kernel, and quantised by quant_fp8's; so are unaligned rows of a
+// warp's first vectors, which are rare.
 template <typename Forward>
 inline bool is_one_kernel(const Quantised<Forward>& p) {
-  const QuantForward& quant = p.quant;
-  return is_aligned(p) && aligned_rows(quant.q, p.dim, p.dim, 1, 8) &&
-         quant.format == QuantFormat::e4m3 && dtype_size(quant.x_dtype) == 2 &&
-         ceil_div(p.dim, 8) <= int64_t{kForwardThreads} * kForwardVectors;
+  const int64_t count = ceil_div(p.dim, 8);
+  return p.quant.format == QuantFormat::e4m3 && dtype_size(p.quant.x_dtype) == 2 &&
+         count <= int64_t{kForwardThreads} * kForwardVectors &&
+         (count > kWarpSize || is_aligned(p));
 }
 
 // A row of several vectors a thread, or of one where all rows are on the GPU at once. Neither the
@@ -27,11 +34,13 @@ inline bool is_one_kernel(const Quantised<Forward>& p) {
 // eight pay for longer rows, too, where no thread has fewer. On an H100, bfloat16: layer_norm_quant
 // of (16384, 4096) takes 77.5 us with four and 73.5 with eight, (8192, 8192) 81 and 75; but
 // (16384, 3072) 61 and 72, (4096, 4096) 23.5 and 24.9.
-inline RowPolicy row_quant_policy(const DeviceInfo& device, int64_t rows, int64_t dim,
+// Unaligned rows have one kernel, of four.
+inline RowPolicy row_quant_policy(const DeviceInfo& device, int64_t rows, int64_t dim, bool aligned,
                                   bool most_vectors) {
   const int64_t count = ceil_div(dim, 8);
   RowPolicy policy{1, 1, threads_for(count, 1), 1, 1, false};
-  const bool few_rows = policy.threads_per_row <= kForwardThreads &&
+  most_vectors &= aligned;
+  const bool few_rows = aligned && policy.threads_per_row <= kForwardThreads &&
                         rows * policy.threads_per_row <=
                             int64_t{device.multiprocessors} * device.tuning.norm_resident_threads;
   if (count > kWarpSize && !few_rows) {

@@ -106,6 +106,27 @@ def test_long_rows(fuselage, device, fused, style, dim):
     check_all(fuselage, fused, (3, dim), HALF, device, style)
 
 
+@each_style
+@each_fused
+@pytest.mark.parametrize("dim", [257, 263, 777, 1025, 4097, 16383, 16385, 40001])
+def test_rows_of_odd_sizes(fuselage, device, fused, style, dim):
+    """Rows that start anywhere: of one kernel where a warp is too small and a block is not."""
+    check_all(fuselage, fused, (9, dim), HALF, device, style)
+
+
+@pytest.mark.parametrize("name", ["layer_norm_quant", "ada_layer_norm_quant"])
+@pytest.mark.parametrize("style", ["rows", "groups"])
+@pytest.mark.parametrize("dim", [257, 1025, 4101])
+def test_what_is_past_the_row_is_no_maximum(fuselage, device, name, style, dim):
+    """Of a mean that is far larger than what is left without it."""
+    fused = BY_NAME[name]
+    given = fused.inputs((9, dim), HALF, device)
+    given = (
+        {"x": given["x"] + 300} if name == "layer_norm_quant" else given | {"x": given["x"] - 300}
+    )
+    check(fuselage, fused, given, **options_of(style, device))
+
+
 @pytest.mark.slow
 @each_fused
 @pytest.mark.parametrize("style", ["rows", "groups tma"])
@@ -118,7 +139,7 @@ def test_many_rows(fuselage, device, fused, style, dim):
 @each_style
 @each_fused
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dim", [40, 520])
+@pytest.mark.parametrize("dim", [40, 520, 1031])
 def test_layouts(fuselage, device, fused, style, layout, dim):
     """Rows anywhere in memory are read in place."""
     given = fused.inputs((3, dim), HALF, device)
@@ -156,9 +177,10 @@ def test_modulations(fuselage, device, name):
 @each_fused
 @pytest.mark.parametrize("group_size", [-1, 128])
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf, -math.inf, 3e38, 1e-30])
-def test_special_values(fuselage, device, fused, group_size, value):
+@pytest.mark.parametrize("dim", [520, 521])
+def test_special_values(fuselage, device, fused, group_size, value, dim):
     """As the operator and the formula have them, in their row and nowhere else."""
-    given = fused.inputs((4, 520), HALF, device)
+    given = fused.inputs((4, dim), HALF, device)
     for t in given.values():
         if t.dim() > 1:
             t[1, 300] = value

@@ -24,6 +24,7 @@ FORMATS = (E4M3, E5M2, INT8)
 INF, NAN = math.inf, math.nan
 
 DIMS = (1, 2, 7, 8, 15, 16, 64, 100, 127, 128, 129, 255, 256, 264, 1000, 1024, 2880, 4096, 5000)
+DIMS += (257, 1031, 4099)  # rows that start anywhere, of several vectors a thread
 CI_DIMS = (7, 128, 264, 1024)
 
 STYLES = {
@@ -245,7 +246,7 @@ def test_more_than_2_31_elements(fuselage, device, dim, style):
 
 @each_style
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dim", [40, 256, 520])
+@pytest.mark.parametrize("dim", [40, 256, 520, 1031])
 def test_layouts_have_the_same_bits(fuselage, device, style, layout, dim):
     x = rows_in_layout(layout, dim, torch.bfloat16, device)
     found = check(fuselage, x, **options_of(style, device))
