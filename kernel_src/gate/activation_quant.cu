@@ -16,7 +16,9 @@ struct ActivatedRows {
   using Formula = FormulaOf<GpuMath<T>>;
   static constexpr bool kTyped = true, kUnaligned = true;
   static constexpr int N = 16 / sizeof(T);
-  static constexpr int kRegisters = 48;
+  // On an H100, bfloat16 of (8192, 14336): gelu_tanh_quant takes 122 us with 40, 137 with 48 and
+  // 140 with 56; swiglu_quant 229, 194 and 193.
+  static constexpr int kRegisters = Formula::kHasY ? 56 : 40;
 
   static __host__ __device__ const QuantForward& quant(const Params& p) { return p.quant; }
   static __device__ __forceinline__ T* out_row(const Params& p, int64_t row) {
