@@ -498,6 +498,38 @@ void group_norm_cluster(const DeviceInfo& device, const GroupNormInput& p, Repor
   }
 }
 
+void group_norm_backward_in_one(const DeviceInfo& device, const GroupNormInput& p, Report& report) {
+  GroupNormPolicy policy{};
+  const int64_t vector = 16 / dtype_size(p.dtype);
+  if (group_norm_backward_cluster_policy(p, device, policy)) {
+    const int64_t chunks = policy.chunks;
+    const int shared =
+        static_cast<int>(group_norm_backward_cluster_bytes(p, policy)) + kScratchBytes / 2;
+    expect_legal(report, device,
+                 {(p.channels_last ? p.samples : p.samples * p.groups) * chunks, policy.tiles,
+                  policy.threads_x, policy.threads_y, shared, static_cast<int>(chunks)},
+                 kGroupNormClusterThreads);
+    if (p.channels_last) {
+      const int64_t width = policy.threads_x * vector;
+      report.expect(policy.threads_x * policy.threads_y >= kWarpSize, "no whole warp");
+      report.expect(chunks * policy.chunk_positions >= p.positions, "positions without a block");
+      report.expect(policy.tiles * width == p.channels, "channels without a thread");
+      report.expect(width % p.group_channels == 0, "a tile of a part of a group");
+      report.expect(width / p.group_channels <= kGroupNormClusterParts, "too many means");
+      return;
+    }
+    const int lanes = policy.threads_x, side = kWarpSize / lanes;
+    const int64_t vectors = p.positions / vector, pieces = ceil_div(vectors, kWarpSize);
+    const int64_t rows = ceil_div(p.group_channels, side) * pieces;
+    const int64_t warps = chunks * lanes * policy.threads_y / kWarpSize;
+    report.expect(p.positions % vector == 0, "a vector of two channels");
+    report.expect(side * lanes == kWarpSize && (pieces == 1 || side == 1), "lanes of a channel");
+    report.expect(vectors <= pieces * lanes, "vectors without a lane");
+    report.expect(warps * policy.chunk_positions >= rows, "rows without a warp");
+    return;
+  }
+}
+
 void group_norm(const DeviceInfo& device, Report& report) {
   for (const DType dtype : kDTypes) {
     for (const int64_t positions : kDims) {
@@ -528,8 +560,10 @@ void group_norm(const DeviceInfo& device, Report& report) {
             report.expect(parts == 1 || flat.chunk_channels == 1, "planes of a part of each");
           }
           group_norm_cluster(device, p, report);
+          group_norm_backward_in_one(device, p, report);
           p.channels_last = true;
           group_norm_cluster(device, p, report);
+          group_norm_backward_in_one(device, p, report);
           const GroupNormPolicy last = group_norm_forward_policy(p);
           expect_legal(report, device,
                        {last.chunks, last.tiles, last.threads_x, last.threads_y,

@@ -1,4 +1,5 @@
-// The backward of group_norm on the GPU (formulas: norm/group_norm.h), in four kernels:
+// The backward of group_norm on the GPU (formulas: norm/group_norm.h): four kernels, but for what
+// norm/group_norm_backward_cluster.cu does in one:
 //
 //   sums       blocks have a chunk each, and leave A and B of every channel in it
 //   reduce     adds these up (common/reduce_partials.h); grad_weight and grad_bias come of it
@@ -315,16 +316,37 @@ gpuError launch_chunks(const GroupNormBackward& p, gpuStream stream) {
                        stream, p, PlaneDivisors{chunks, p.channels, group_channels});
 }
 
+gpuError launch_reduce(const GroupNormBackward& p, int64_t parts, gpuStream stream) {
+  const FinishGroupNorm finish{p.sums,         p.grad_weight, p.grad_bias,
+                               p.weight_dtype, p.bias_dtype,  p.channels};
+  return reduce_partials({p.partials, p.samples, parts, 2, p.channels}, stream, finish);
+}
+
+gpuError launch_cluster(const GroupNormBackward& p, const GroupNormPolicy& policy,
+                        gpuStream stream) {
+  const gpuError error = launch_group_norm_backward_cluster(p, policy, stream);
+  const bool is_done = p.samples == 1 || (p.grad_weight == nullptr && p.grad_bias == nullptr);
+  return error != gpuSuccess || is_done ? error : launch_reduce(p, 1, stream);
+}
+
+GroupNormPolicy policy_of(const GroupNormBackward& p, int device) {
+  GroupNormPolicy policy{};
+  const bool cluster = group_norm_backward_cluster_policy(p, device_info(device), policy);
+  return cluster ? policy : group_norm_backward_policy(p);
+}
+
 }  // namespace
 
 namespace gpu {
 
-void group_norm_backward_chunks(GroupNormBackward& p, int /*device*/) {
-  group_norm_set_chunks(p, group_norm_backward_policy(p));
+void group_norm_backward_chunks(GroupNormBackward& p, int device) {
+  group_norm_set_chunks(p, policy_of(p, device));
 }
 
-const char* group_norm_backward(const GroupNormBackward& p, int /*device*/, void* raw_stream) {
+const char* group_norm_backward(const GroupNormBackward& p, int device, void* raw_stream) {
   const gpuStream stream = static_cast<gpuStream>(raw_stream);
+  const GroupNormPolicy policy = policy_of(p, device);
+  if (policy.cluster) return message_of(launch_cluster(p, policy, stream));
   const int64_t groups = p.samples * p.groups;
   const int64_t blocks = p.channels_last ? p.samples * p.chunks : plane_blocks(p);
   if (std::max(blocks, groups) > kGroupNormMostBlocks) return kGroupNormTooMany;
@@ -335,9 +357,7 @@ const char* group_norm_backward(const GroupNormBackward& p, int /*device*/, void
   };
   gpuError error = launch(std::false_type{});
   if (error != gpuSuccess) return message_of(error);
-  const FinishGroupNorm finish{p.sums,         p.grad_weight, p.grad_bias,
-                               p.weight_dtype, p.bias_dtype,  p.channels};
-  error = reduce_partials({p.partials, p.samples, p.chunks, 2, p.channels}, stream, finish);
+  error = launch_reduce(p, p.chunks, stream);
   if (error != gpuSuccess || p.grad_x == nullptr) return message_of(error);
   const dim3 grid(static_cast<unsigned>(ceil_div(groups, kGroupNormMeansThreads / kWarpSize)));
   error = gpu_launch_after(&group_norm_means_kernel, grid, dim3(kGroupNormMeansThreads), stream, p,

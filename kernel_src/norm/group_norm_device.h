@@ -329,4 +329,8 @@ struct GroupNormPolicy;
 gpuError launch_group_norm_cluster(const GroupNormForward& p, const GroupNormPolicy& policy,
                                    gpuStream stream);
 
+// norm/group_norm_backward_cluster.cu
+gpuError launch_group_norm_backward_cluster(const GroupNormBackward& p,
+                                            const GroupNormPolicy& policy, gpuStream stream);
+
 }  // namespace fuselage

@@ -43,6 +43,23 @@ constexpr int64_t kGroupNormTileBytes = 64;                     // of a row, at 
 // Flat, of a group that one block reads twice although there are clusters.
 constexpr int64_t kGroupNormClusterWholeBytes = 32 * 1024;
 
+// The same of the backward, which holds x and grad_out: blocks of a multiprocessor, by which the
+// kernels get their registers; bytes of a block, flat the wanted and the most, and channels last;
+// bytes of a group or tile, at least, and of a flat one for which blocks have all threads, where
+// others have half without silu; and channels of a group, at most, or of a tile.
+//
+// On an H100, bfloat16, 32 groups, us with one kernel and with four: flat, two samples of
+// (640, 64, 64) 20.7 and 25.9, (320, 64, 64) 13.5 and 16.7, (1280, 32, 32) 13.9 and 16.9,
+// (1280, 16, 16) 9.3 and 10.6. 256 threads take 22.6 for the first: clusters of 8 then want nearly
+// all the room that there is, and some wait. With silu, 256 threads, 27.8 and 29.3. Channels last,
+// (640, 64, 64) 33.0 and 38.9, (1280, 32, 32) 16.4 and 22.3; with 40 KB a block, 23.1.
+constexpr int kGroupNormBackwardClusterBlocks = 4, kGroupNormRowsBackwardClusterBlocks = 2;
+constexpr int64_t kGroupNormBackwardHeldBytes = 20 * 1024, kGroupNormBackwardFlatBytes = 40 * 1024;
+constexpr int64_t kGroupNormBackwardRowsBytes = 82000;
+constexpr int64_t kGroupNormBackwardLeastBytes = 8 * 1024;
+constexpr int64_t kGroupNormBackwardSmallBytes = 64 * 1024;
+constexpr int64_t kGroupNormBackwardChannels = 512;
+
 // Blocks are counted in 32 bits.
 constexpr int64_t kGroupNormMostBlocks = (int64_t{1} << 31) - 1;
 constexpr int64_t kGroupNormMostTiles = 65535;  // along y
@@ -128,8 +145,9 @@ inline int64_t group_norm_cluster_bytes(const GroupNormInput& p, const GroupNorm
 }
 
 // Blocks of a cluster for so many bytes.
-inline int group_norm_cluster_size(int64_t bytes, int least) {
-  return std::clamp(next_power_of_two(ceil_div(bytes, kGroupNormHeldBytes)), least, kMaxCluster);
+inline int group_norm_cluster_size(int64_t bytes, int least,
+                                   int64_t of_block = kGroupNormHeldBytes) {
+  return std::clamp(next_power_of_two(ceil_div(bytes, of_block)), least, kMaxCluster);
 }
 
 // Flat: a cluster for each group, whose vectors its blocks have equal parts of: chunk_positions
@@ -169,6 +187,71 @@ inline bool group_norm_cluster_policy(const GroupNormInput& p, const DeviceInfo&
                                       GroupNormPolicy& policy) {
   return device.has_clusters && (p.channels_last ? group_norm_rows_cluster(p, policy)
                                                  : group_norm_flat_cluster(p, policy));
+}
+
+// Shared memory of a block of a cluster in the backward.
+inline int64_t group_norm_backward_cluster_bytes(const GroupNormInput& p,
+                                                 const GroupNormPolicy& policy) {
+  const int vector_size = 16 / dtype_size(p.dtype);
+  const int64_t threads = policy.threads_x * policy.threads_y;
+  if (p.channels_last) {
+    const int64_t of_thread = ceil_div(policy.chunk_positions, policy.threads_y);
+    const int64_t width = policy.threads_x * vector_size;
+    const int64_t pairs = vector_size * (threads | 1) + std::max(threads, width);
+    return threads * of_thread * 32 + (pairs + policy.chunks * width) * 8 + width * 4;
+  }
+  const int64_t warps = policy.chunks * threads / kWarpSize;
+  return threads * policy.chunk_positions * 32 + (2 * p.group_channels + warps) * 8;
+}
+
+// Flat: a cluster for each group. Its warps have equal parts of the group's rows, and a row has a
+// vector a lane: a piece of a channel, or some channels with few vectors. chunk_positions counts
+// rows of a warp. Returns whether there is one.
+inline bool group_norm_flat_backward_cluster(const GroupNormInput& p, GroupNormPolicy& policy) {
+  const int size = dtype_size(p.dtype), vector_size = 16 / size;
+  const int64_t of_group = 2 * p.group_size * size, vectors = p.positions / vector_size;
+  if (p.positions % vector_size != 0 || p.group_channels > kGroupNormBackwardChannels ||
+      of_group < kGroupNormBackwardLeastBytes ||
+      of_group > kGroupNormBackwardFlatBytes * kMaxCluster)
+    return false;
+  const int lanes = std::min(kWarpSize, next_power_of_two(vectors));
+  const int64_t rows = ceil_div(p.group_channels, kWarpSize / lanes) * ceil_div(vectors, kWarpSize);
+  const int64_t bytes = rows * kWarpSize * 32;
+  const bool is_small = bytes <= kGroupNormBackwardSmallBytes;
+  const int threads = is_small || p.silu ? kGroupNormClusterThreads : kGroupNormClusterThreads / 2;
+  const int chunks = group_norm_cluster_size(
+      bytes, 1, p.silu && !is_small ? kGroupNormBackwardFlatBytes : kGroupNormBackwardHeldBytes);
+  const int64_t of_warp = ceil_div(rows, chunks * threads / kWarpSize);
+  policy = {true, lanes, threads / lanes, 1, chunks, of_warp, 0};
+  return of_warp * threads * 32 <= kGroupNormBackwardFlatBytes;
+}
+
+// Channels last: a cluster for each tile, as group_norm_rows_cluster. Returns whether there is one.
+inline bool group_norm_rows_backward_cluster(const GroupNormInput& p, GroupNormPolicy& policy) {
+  const int size = dtype_size(p.dtype), vector_size = 16 / size;
+  int64_t width = std::lcm(p.group_channels, int64_t{vector_size});
+  if (p.channels % width != 0 || p.channels * p.positions * size > kGroupNormRowsSampleBytes)
+    return false;
+  while (width * size < kGroupNormTileBytes && p.channels % (2 * width) == 0) width *= 2;
+  const int64_t tiles = p.channels / width, bytes = 2 * p.positions * width * size;
+  if (width > kGroupNormBackwardChannels || width / p.group_channels > kGroupNormClusterParts ||
+      tiles > kGroupNormMostTiles || bytes < kGroupNormBackwardLeastBytes)
+    return false;
+  const int chunks = group_norm_cluster_size(bytes, 1, kGroupNormBackwardRowsBytes);
+  const int threads_x = static_cast<int>(width / vector_size);
+  const int threads_y = kGroupNormClusterThreads / threads_x;
+  policy = {true, threads_x, threads_y, tiles, chunks, ceil_div(p.positions, chunks), 0};
+  return bytes <= chunks * kGroupNormBackwardRowsBytes;
+}
+
+// Whether there is one kernel that holds a group, and how it is laid out.
+inline bool group_norm_backward_cluster_policy(const GroupNormInput& p, const DeviceInfo& device,
+                                               GroupNormPolicy& policy) {
+  const bool fits = device.has_clusters && dtype_size(p.dtype) == 2 &&
+                    (p.channels_last ? group_norm_rows_backward_cluster(p, policy)
+                                     : group_norm_flat_backward_cluster(p, policy));
+  // NOTE: the kernels have arrays of their own besides.
+  return fits && group_norm_backward_cluster_bytes(p, policy) <= device.max_shared_memory - 2048;
 }
 
 inline GroupNormPolicy group_norm_forward_policy(const GroupNormInput& p) {
