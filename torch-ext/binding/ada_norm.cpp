@@ -345,7 +345,8 @@ std::tuple<Tensor, Tensor, Tensor> ada_layer_norm_quant(
     bool return_unquantized, ScalarType dtype) {
   return run_quantised(
       ada_norm_arguments("ada_layer_norm_quant", x, scale, shift, weight, bias, true), eps,
-      {quant_scale, group_size, scales_by_columns, scale_ue8m0, dtype}, return_unquantized);
+      {quant_scale, group_size, scales_by_columns, scale_ue8m0, dtype, "quant_scale"},
+      return_unquantized);
 }
 
 template <bool kForGradient>

@@ -17,11 +17,11 @@ QuantFormat check_format(const char* op, ScalarType dtype) {
   }
 }
 
-void check_given_scale(const char* op, const Tensor& scale, const Tensor& x) {
-  check_same_device(op, "scale", scale, x);
-  FUSELAGE_CHECK(op, is_float32(scale), "`scale` must be float32, got ",
+void check_given_scale(const char* op, const char* name, const Tensor& scale, const Tensor& x) {
+  check_same_device(op, name, scale, x);
+  FUSELAGE_CHECK(op, is_float32(scale), "`", name, "` must be float32, got ",
                  torch::headeronly::toString(scale.scalar_type()));
-  FUSELAGE_CHECK(op, scale.numel() == 1, "`scale` must have one element, for all rows, got ",
+  FUSELAGE_CHECK(op, scale.numel() == 1, "`", name, "` must have one element, for all rows, got ",
                  shape_of(scale));
 }
 
@@ -79,9 +79,10 @@ QuantResults quant_results(const char* op, const Tensor& x, int64_t columns, DTy
   const bool is_empty = is_nothing(x, p.rows, p.dim);
   if (!is_empty) p.q = static_cast<uint8_t*>(q.mutable_data_ptr());
   if (options.scale.has_value()) {
-    check_given_scale(op, *options.scale, x);
-    FUSELAGE_CHECK(op, !p.in_groups && !options.scales_by_columns && !options.scale_ue8m0,
-                   "`scale` is one for all rows, and `group_size`, `scale_layout` and "
+    check_given_scale(op, options.scale_name, *options.scale, x);
+    FUSELAGE_CHECK(op, !p.in_groups && !options.scales_by_columns && !options.scale_ue8m0, "`",
+                   options.scale_name,
+                   "` is one for all rows, and `group_size`, `scale_layout` and "
                    "`scale_ue8m0` are for scales that are made: got both");
     if (!is_empty) p.given_scale = static_cast<const float*>(options.scale->const_data_ptr());
     const int64_t none = 0;

@@ -19,6 +19,7 @@ struct QuantOptions {
   int64_t group_size;
   bool scales_by_columns, scale_ue8m0;
   ScalarType dtype;
+  const char* scale_name = "scale";
 };
 
 // `scale` has no elements where one is given: ops return no arguments of theirs.
