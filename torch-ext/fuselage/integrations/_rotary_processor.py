@@ -7,6 +7,7 @@ file has or imports, or which it defines or imports itself. It gets a subclass t
 from __future__ import annotations
 
 import ast
+import sys
 from copy import deepcopy
 from functools import cache, partial
 from typing import Callable, Optional
@@ -78,11 +79,13 @@ def _processor_kind(kind: type, name: str) -> Optional[type]:
 
 def _register_like(kind: type, subclass: type) -> None:
     """Tells diffusers of it, which skips attention by what it knows of a processor's class."""
+    helpers = sys.modules.get("diffusers.hooks._helpers")  # whose models have imported it
+    registry = getattr(helpers, "AttentionProcessorRegistry", None)
+    if registry is None:
+        return
     try:
-        from diffusers.hooks._helpers import AttentionProcessorRegistry as registry
-
         registry.register(subclass, registry.get(kind))
-    except (ImportError, ValueError):  # a diffusers that has none, or one that lacks the class
+    except ValueError:  # it knows nothing of the class
         return
 
 
