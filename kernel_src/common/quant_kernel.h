@@ -27,8 +27,8 @@
 
 namespace fuselage {
 
-// Registers of a thread. With more fewer blocks are on a multiprocessor to load while others
-// compute; with fewer the compiler loads later.
+// Registers of a thread. With more, fewer blocks are on a multiprocessor to load while others
+// compute; with fewer, the compiler loads later.
 template <typename Source>
 constexpr int quant_registers(int vectors, bool aligned) {
   return vectors == 1 ? 32 : aligned ? Source::kRegisters : 64;
