@@ -90,16 +90,6 @@ struct HeldPairs {
   }
 };
 
-template <typename T>
-__device__ __forceinline__ void write_vector(const Vector<T, 16 / sizeof(T)>& vector, T* target,
-                                             bool aligned) {
-  if (aligned) {
-    vector.store(target);
-  } else {
-    Vector<T, 16 / sizeof(T)>::store_elements(vector, target, 0, 16 / sizeof(T));
-  }
-}
-
 // Writes A and B of a sample's channel, or the gradients that they are.
 __device__ __forceinline__ void write_sums(const GroupNormBackward& p, int64_t sample,
                                            int64_t channel, float2 sums) {

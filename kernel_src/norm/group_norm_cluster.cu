@@ -81,16 +81,6 @@ struct HeldVectors {
   static __device__ __forceinline__ int half(int count) { return (count + 1) / 2; }
 };
 
-template <typename T>
-__device__ __forceinline__ void write_vector(const Vector<T, 16 / sizeof(T)>& vector, T* target,
-                                             bool aligned) {
-  if (aligned) {
-    vector.store(target);
-  } else {
-    Vector<T, 16 / sizeof(T)>::store_elements(vector, target, 0, 16 / sizeof(T));
-  }
-}
-
 // Grid: clusters, one a group of a sample. p.chunk_positions: vectors of a block.
 template <typename T>
 __global__ void __launch_bounds__(kGroupNormClusterThreads, kGroupNormClusterBlocks)

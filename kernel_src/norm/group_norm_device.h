@@ -321,6 +321,16 @@ struct ChannelMoments {
   }
 };
 
+template <typename T>
+__device__ __forceinline__ void write_vector(const Vector<T, 16 / sizeof(T)>& vector, T* target,
+                                             bool aligned) {
+  if (aligned) {
+    vector.store(target);
+  } else {
+    Vector<T, 16 / sizeof(T)>::store_elements(vector, target, 0, 16 / sizeof(T));
+  }
+}
+
 }  // namespace
 
 struct GroupNormPolicy;

@@ -37,11 +37,6 @@ __device__ __forceinline__ void scaled_terms_of(const ScaledFactors<kChannels>& 
   through_activation<T>(silu, y, grad_out);
 }
 
-// Of a group's means of a * weight and of that times xhat, what gradient_of takes.
-__device__ __forceinline__ float2 scaled_means(float2 means, float rstd) {
-  return make_float2(rstd * means.x, rstd * (rstd * means.y));
-}
-
 // grad_x of an element.
 __device__ __forceinline__ float gradient_of(float a, float from_mean, float factor,
                                              float2 scaled_means) {

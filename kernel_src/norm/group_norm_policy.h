@@ -163,14 +163,22 @@ inline bool group_norm_flat_cluster(const GroupNormInput& p, GroupNormPolicy& po
   return true;
 }
 
-// Channels last: a cluster for each tile of whole groups and whole vectors. Returns whether there
-// is one.
+// Channels of a tile of whole groups and whole vectors, or 0 where a sample has no such tiles or is
+// too large for them.
+inline int64_t group_norm_tile_channels(const GroupNormInput& p) {
+  const int size = dtype_size(p.dtype);
+  int64_t width = std::lcm(p.group_channels, int64_t{16 / size});
+  if (p.channels % width != 0 || p.channels * p.positions * size > kGroupNormRowsSampleBytes)
+    return 0;
+  while (width * size < kGroupNormTileBytes && p.channels % (2 * width) == 0) width *= 2;
+  return width;
+}
+
+// Channels last: a cluster for each tile. Returns whether there is one.
 inline bool group_norm_rows_cluster(const GroupNormInput& p, GroupNormPolicy& policy) {
   const int size = dtype_size(p.dtype), vector_size = 16 / size;
-  int64_t width = std::lcm(p.group_channels, int64_t{vector_size});
-  if (p.channels % width != 0 || p.channels * p.positions * size > kGroupNormRowsSampleBytes)
-    return false;
-  while (width * size < kGroupNormTileBytes && p.channels % (2 * width) == 0) width *= 2;
+  const int64_t width = group_norm_tile_channels(p);
+  if (width == 0) return false;
   const int64_t vectors = width / vector_size, groups = width / p.group_channels;
   const int64_t tiles = p.channels / width;
   if (vectors > kGroupNormClusterThreads || groups > kGroupNormClusterParts ||
@@ -229,10 +237,8 @@ inline bool group_norm_flat_backward_cluster(const GroupNormInput& p, GroupNormP
 // Channels last: a cluster for each tile, as group_norm_rows_cluster. Returns whether there is one.
 inline bool group_norm_rows_backward_cluster(const GroupNormInput& p, GroupNormPolicy& policy) {
   const int size = dtype_size(p.dtype), vector_size = 16 / size;
-  int64_t width = std::lcm(p.group_channels, int64_t{vector_size});
-  if (p.channels % width != 0 || p.channels * p.positions * size > kGroupNormRowsSampleBytes)
-    return false;
-  while (width * size < kGroupNormTileBytes && p.channels % (2 * width) == 0) width *= 2;
+  const int64_t width = group_norm_tile_channels(p);
+  if (width == 0) return false;
   const int64_t tiles = p.channels / width, bytes = 2 * p.positions * width * size;
   if (width > kGroupNormBackwardChannels || width / p.group_channels > kGroupNormClusterParts ||
       tiles > kGroupNormMostTiles || bytes < kGroupNormBackwardLeastBytes)
