@@ -208,8 +208,8 @@ def wrong_shapes(argument: str, given: dict, main_of: str | bool, tensors: list)
     else:
         wrong = torch.cat((value, value[..., :1]), -1)
     others = set(tensors[1:]) - {*NOT_OF_COLUMNS, "num_groups"}
-    if main_of and main_of.endswith("_quant") and not main_of.startswith("ada_"):
-        others.discard("scale")  # one number
+    if main_of in quantising.BY_NAME:
+        others.discard(quantising.BY_NAME[main_of].scale)  # one number
     if main_of and not others and "_and_" not in main_of:
         return  # any shape will do
     yield Bad(argument, wrong, f"of shape {list(wrong.shape)}", named=tuple(tensors))

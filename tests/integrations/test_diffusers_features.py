@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from integrations import test_diffusers, zoo_diffusion
-from integrations.models import assert_close, randomise
+from integrations.models import assert_close
 
 diffusers = pytest.importorskip("diffusers")
 hooks = pytest.importorskip("diffusers.hooks")
@@ -118,9 +118,7 @@ def three_steps(model, inputs: dict) -> list[torch.Tensor]:
 
 def built(name: str):
     torch.manual_seed(0)
-    model, inputs = MODELS[name]()
-    randomise(model)
-    return model.eval(), inputs
+    return test_diffusers.built(MODELS[name], "cpu")
 
 
 @pytest.mark.parametrize("patch_first", [False, True], ids=["feature first", "patch first"])
@@ -133,11 +131,10 @@ def test_a_feature_of_diffusers(fuselage, feature, name, patch_first):
     turn_on(model)
     expected = three_steps(model, inputs)
     model, inputs = built(name)
+    if not patch_first:
+        turn_on(model)
+    assert integration.patch(model).replaced
     if patch_first:
-        assert integration.patch(model).replaced
         turn_on(model)
-    else:
-        turn_on(model)
-        assert integration.patch(model).replaced
     for actual, wanted in zip(three_steps(model, inputs), expected):
         assert_close(actual, wanted)
