@@ -12,8 +12,7 @@
 // up in order.
 //
 // Aligned: every row of every tensor starts on a 16-byte boundary; its last vector may be
-// incomplete. Unaligned: rows may start anywhere, and vectors are put together from two aligned
-// blocks (common/vector.h).
+// incomplete. Unaligned: rows may start anywhere (common/row_vectors.h).
 //
 // Common activations of aligned rows have kernels of their own. The others share one that is told
 // the activation at run time: with kernels for all of them this file took twice as long to compile
@@ -100,8 +99,9 @@ __device__ __forceinline__ void run_vectors(const Elementwise& p, int64_t first_
   const auto y_dim_of = [&](int j) { return p.y.data == nullptr ? 0 : dim_of(j); };
 
   // Start to load everything this thread works on.
-  RowLoading<T, N, kAligned> grads[kVectors], ys[kVectors];
-  RowLoading<T, kPart, kAligned> xs[kVectors][kParts];
+  constexpr bool kNeighbours = N * sizeof(T) == 16;
+  OperandLoading<T, N, kAligned, kNeighbours> grads[kVectors], ys[kVectors];
+  OperandLoading<T, kPart, kAligned, kParts == 1> xs[kVectors][kParts];
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     if constexpr (Function::kBackward)
@@ -303,7 +303,7 @@ bool put_in_one_row(Elementwise& p) {
 // what counts is the number of loads in flight on a multiprocessor, and small threads leave room
 // for many.
 constexpr int kMostVectors = 2;
-// An unaligned vector takes two loads, and many registers.
+// An unaligned vector takes many registers.
 template <class Function>
 constexpr int kUnalignedVectors = Function::kLoads == 1 ? 2 : 1;
 constexpr int kMostSumVectors = 4;

@@ -2,19 +2,22 @@
 // vectors of rows, and the bias.
 #pragma once
 
+#include <type_traits>
+
 #include "common/gpu_compat.h"
 #include "common/gpu_math.h"
+#include "common/row_vectors.h"
 #include "common/vector.h"
 #include "gate/activation_math.h"
 
 namespace fuselage {
 namespace {
 
-// A vector of a row on its way, as Loading, for aligned rows whose last vector may be incomplete
-// too.
-template <typename T, int N, bool kAligned>
-struct RowLoading {
-  Loading<T, N, kAligned> loading;
+// A vector of a row on its way, for aligned rows whose last vector may be incomplete, too. Of rows
+// that start anywhere, kNeighbours: whether neighbouring lanes have neighbouring vectors.
+template <typename T, int N, bool kAligned, bool kNeighbours>
+struct OperandLoading {
+  std::conditional_t<kNeighbours, VectorLoading<T, kAligned>, Loading<T, N, kAligned>> loading;
 
   __device__ __forceinline__ void start(const T* row, int column, int dim) {
     loading.start(row, column, kAligned ? dim / N * N : dim);
@@ -30,12 +33,10 @@ struct RowLoading {
 template <bool kAligned, int N, typename T>
 __device__ __forceinline__ void store_in_row(const Vector<T, N>& vector, T* row, int column,
                                              int dim) {
-  if constexpr (!kAligned) {
-    store<false>(vector, row, column, dim, column < dim);
-  } else if (column + N <= dim) {
-    vector.store(row + column);
-  } else if (column < dim) {
+  if (kAligned && column < dim && column + N > dim) {
     Vector<T, N>::store_elements(vector, row, column, dim);
+  } else {
+    store_vector<kAligned>(vector, row, column, dim);
   }
 }
 
@@ -115,7 +116,7 @@ struct RareFormula<AddFormula<Math, Activation::none, kHasY>> {
 
 template <bool kAligned, int N, typename W>
 __device__ __forceinline__ void add_bias(const W* bias, int column, int dim, float (&values)[N]) {
-  RowLoading<W, N, kAligned> loading;
+  OperandLoading<W, N, kAligned, false> loading;
   loading.start(bias, column, dim);
   float added[N];
   loading.finish(bias, column, dim).to_floats(added);

@@ -3,8 +3,8 @@
 // The threads of a row hold it in registers, packed, forward and backward, so that it is read once:
 // loads are 16 bytes wide and all issued before the first use, one reduction gives all sums of the
 // row (three, or four), and a second pass over the registers writes the results. Short rows share a
-// block; long rows are cut over the blocks of a cluster; rows beyond that, and those that are not
-// aligned, are streamed: read twice.
+// block; long rows are cut over the blocks of a cluster; rows beyond that, and short ones that are
+// not aligned, are streamed: read twice.
 //
 // A row's part of the gradients of weight and bias is four numbers. Blocks of the backward add
 // those of their rows up and leave one float32 partial sum; a second kernel adds them up in order.
@@ -13,7 +13,7 @@
 //
 // Which thread has which columns, and so the order of every sum, does not depend on alignment:
 // aligned means that every row of every tensor starts and ends on a 16-byte boundary; otherwise
-// vectors are put together from two aligned blocks (common/vector.h).
+// vectors are put together from aligned blocks (common/row_vectors.h, common/vector.h).
 #include "norm/poly_norm.h"
 
 #include "norm/poly_norm_launch.h"
@@ -52,19 +52,18 @@ __device__ __forceinline__ void save_rstd(float* saved, int64_t row, const float
 //
 // The launch bounds leave the plain kernel 56 registers, as those of rms_norm's; 72 and more where
 // a thread has several rows.
-template <typename T, int kVectors, int kRows, Form kForm, bool kLong>
-__global__ void __launch_bounds__(kRows > 1              ? kPolyNormShortThreads
-                                  : kForm == Form::plain ? 576
-                                                         : kPolyNormLongThreads,
-                                  kRows > 1              ? 7
-                                  : kForm == Form::plain ? bounded_blocks(576, 2)
-                                                         : 1)
+template <typename T, int kVectors, int kRows, Form kForm, bool kLong, bool kAligned>
+__global__ void __launch_bounds__(kRows > 1                          ? kPolyNormShortThreads
+                                  : kAligned && kForm == Form::plain ? 576
+                                                                     : kPolyNormLongThreads,
+                                  kRows > 1                          ? 7
+                                  : kAligned && kForm == Form::plain ? bounded_blocks(576, 2)
+                                                                     : 1)
     poly_norm_forward_kernel(const PolyNormForward p, const int blocks_in_cluster) {
-  constexpr bool kAligned = true;
   constexpr int N = 16 / sizeof(T);
   constexpr bool kMul = has_mul(kForm);
-  if constexpr (kLong && !kCompilesClusters) return;
-  const int cluster = kLong ? blocks_in_cluster : 1;
+  if constexpr (kLong && kAligned && !kCompilesClusters) return;
+  const int cluster = kLong && kCompilesClusters ? blocks_in_cluster : 1;
   __shared__ RowSumScratch<3> scratch[1];
   const int dim = static_cast<int>(p.dim);
   const int step = blockDim.x * N;  // between a thread's vectors
@@ -87,8 +86,8 @@ __global__ void __launch_bounds__(kRows > 1              ? kPolyNormShortThreads
   // Start to load everything this thread works on.
   RowFactors<T, kForm> factors;
   factors.load_common(p);
-  Loading<T, N, kAligned> x_loading[kRows][kVectors];
-  Loading<T, N, kAligned> mul_loading[kMul ? kRows : 1][kVectors];
+  VectorLoading<T, kAligned> x_loading[kRows][kVectors];
+  VectorLoading<T, kAligned> mul_loading[kMul ? kRows : 1][kVectors];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
 #pragma unroll
@@ -146,35 +145,30 @@ __global__ void __launch_bounds__(kRows > 1              ? kPolyNormShortThreads
       float values[N];
       results<kForm>(x_packed[i][j], mul_packed, y, factors.is_padding, cuts, p.hidden_clamp,
                      values);
-      store<kAligned>(Vector<T, N>::from_floats(values), out, column, dim,
-                      column < write_dim_of(i));
+      store_vector<kAligned>(Vector<T, N>::from_floats(values), out, column, write_dim_of(i));
     }
   }
 }
 
 // Rows of any length and alignment, read twice: the second time mostly from cache. A block has
-// `slice` columns of each of blockDim.y rows. Of a shorter row, it has those that a block of the
-// kernel above would have.
+// blockDim.y rows.
 template <typename T, Form kForm>
 __global__ void __launch_bounds__(kPolyNormLongThreads)
-    poly_norm_forward_streamed_kernel(const PolyNormForward p, const int cluster, const int slice) {
+    poly_norm_forward_streamed_kernel(const PolyNormForward p) {
   constexpr bool kAligned = false;
   constexpr int N = 16 / sizeof(T);
   __shared__ RowSumScratch<3> scratch[1];
-  const int block_in_row = cluster > 1 ? cluster_rank() : 0;
-  const int64_t row = int64_t{blockIdx.x / cluster} * blockDim.y + threadIdx.y;
+  const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
   const T* mul = static_cast<const T*>(p.mul) + row * p.mul_stride;
   T* out = static_cast<T*>(p.out) + row * p.dim;
   const int dim = static_cast<int>(p.dim);
-  const int begin = block_in_row * slice, end = min(begin + slice, dim);
   const int step = blockDim.x * N;
   const bool cuts = clamps<kForm>(p);
   // Rows past the end are empty.
   const int dim_to_read = row < rows_to_read<kForm>(p) ? dim : 0;
   const int dim_to_write = row < p.rows ? dim : 0;
 
-  row_sum_start(cluster, scratch);
   RowFactors<T, kForm> factors;
   factors.load_common(p);
   factors.load_of_row(p, row);
@@ -183,8 +177,8 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
   using MulBatch = BatchLoading<T, N, kPolyNormVectors, has_mul(kForm)>;
   float sums[3] = {};
 #pragma unroll 1
-  for (int start = begin; start < end; start += kPolyNormVectors * step) {
-    const Batch x_batch(x, start + threadIdx.x * N, step, end, dim_to_read);
+  for (int start = 0; start < dim; start += kPolyNormVectors * step) {
+    const Batch x_batch(x, start + threadIdx.x * N, step, dim_to_read);
 #pragma unroll
     for (int b = 0; b < kPolyNormVectors; ++b) {
       float values[N];
@@ -192,28 +186,25 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
       add_moments(values, sums);
     }
   }
-  row_sum_end(cluster);
-  row_sum<false>(sums, cluster, scratch, 0);
+  row_sum<false>(sums, 1, scratch, 0);
   float rstd[3];
   rstd_of(sums, static_cast<float>(dim), p.eps, rstd);
-  if (p.rstd != nullptr && threadIdx.x == 0 && block_in_row == 0 && row < p.rows)
-    save_rstd(p.rstd, row, rstd);
+  if (p.rstd != nullptr && threadIdx.x == 0 && row < p.rows) save_rstd(p.rstd, row, rstd);
   const Polynomial y(factors.factors, rstd);
 
   // NOTE: all lanes of a warp store together.
 #pragma unroll 1
-  for (int start = begin; start < end; start += kPolyNormVectors * step) {
+  for (int start = 0; start < dim; start += kPolyNormVectors * step) {
     const int first_column = start + threadIdx.x * N;
-    const Batch x_batch(x, first_column, step, end, dim_to_read);
-    const MulBatch mul_batch(mul, first_column, step, end, dim_to_read);
+    const Batch x_batch(x, first_column, step, dim_to_read);
+    const MulBatch mul_batch(mul, first_column, step, dim_to_read);
 #pragma unroll
     for (int b = 0; b < kPolyNormVectors; ++b) {
       const int column = first_column + b * step;
       float values[N];
       results<kForm>(x_batch.finish(b), mul_batch.finish(b), y, factors.is_padding, cuts,
                      p.hidden_clamp, values);
-      store<kAligned>(Vector<T, N>::from_floats(values), out, column, dim,
-                      column < min(end, dim_to_write));
+      store_vector<kAligned>(Vector<T, N>::from_floats(values), out, column, dim_to_write);
     }
   }
 }
@@ -229,18 +220,18 @@ const char* poly_norm_forward(const PolyNormForward& p, int device, void* raw_st
     using T = typename decltype(tag)::type;
     constexpr Form kForm = decltype(form)::value;
     const dim3 block(policy.threads_per_row, policy.rows_per_block);
-    if (policy.streamed || !is_aligned(p)) {
-      const dim3 grid(ceil_div(p.rows, policy.rows_per_block) * policy.cluster);
-      return gpu_launch(&poly_norm_forward_streamed_kernel<T, kForm>, grid, block, 0,
-                        policy.cluster, stream, p, policy.cluster,
-                        streamed_slice(policy, p.dim, p.dtype));
+    const bool aligned = is_aligned(p);
+    if (is_streamed(policy, aligned)) {
+      return gpu_launch(&poly_norm_forward_streamed_kernel<T, kForm>,
+                        dim3(ceil_div(p.rows, policy.rows_per_block)), block, 0, 1, stream, p);
     }
     const int64_t rows_at_once = int64_t{policy.rows_per_block} * policy.rows_per_thread;
     const dim3 grid(ceil_div(p.rows, rows_at_once) * policy.cluster);
     return with_row_kernel<kForm>(
-        policy, policy.cluster > 1, [&](auto vectors, auto rows, auto is_long) {
-          return gpu_launch(&poly_norm_forward_kernel<T, vectors, rows, kForm, is_long>, grid,
-                            block, 0, policy.cluster, stream, p, policy.cluster);
+        policy, policy.cluster > 1, aligned,
+        [&](auto vectors, auto rows, auto is_long, auto is_aligned) {
+          return gpu_launch(&poly_norm_forward_kernel<T, vectors, rows, kForm, is_long, is_aligned>,
+                            grid, block, 0, policy.cluster, stream, p, policy.cluster);
         });
   }));
 }

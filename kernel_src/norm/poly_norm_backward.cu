@@ -35,14 +35,14 @@ struct Inputs {
   }
 };
 
-// The gradients of one vector, written where `inside`.
+// The gradients of one vector.
 template <Form kForm, bool kAligned, typename T, int N>
 __device__ __forceinline__ void write_gradients(const Vector<T, N>& grad_out,
                                                 const Vector<T, N>& x_packed,
                                                 const Vector<T, N>& mul_packed, const Polynomial& y,
                                                 const Derivative& derivative, bool padding,
                                                 bool clamps, float limit, T* grad_x, T* grad_mul,
-                                                int column, int dim, bool inside) {
+                                                int column, int dim) {
   Inputs<kForm, N> in(grad_out, x_packed, mul_packed, y, clamps, limit);
   if constexpr (has_mul(kForm)) {
     if (grad_mul != nullptr) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ void write_gradients(const Vector<T, N>& grad_out,
 #pragma unroll
         for (int k = 0; k < N; ++k) values[k] = padding ? 0.0f : values[k];
       }
-      store<kAligned>(Vector<T, N>::from_floats(values), grad_mul, column, dim, inside);
+      store_vector<kAligned>(Vector<T, N>::from_floats(values), grad_mul, column, dim);
     }
   }
   if (grad_x == nullptr) return;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void write_gradients(const Vector<T, N>& grad_out,
 #pragma unroll
     for (int k = 0; k < N; ++k) values[k] = padding ? 0.0f : values[k];
   }
-  store<kAligned>(Vector<T, N>::from_floats(values), grad_x, column, dim, inside);
+  store_vector<kAligned>(Vector<T, N>::from_floats(values), grad_x, column, dim);
 }
 
 __device__ __forceinline__ void load_rstd(const float* saved, int64_t row, float (&rstd)[3]) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void leave_partial(const float4& total, float* partia
 // Block: (threads_per_row, rows_per_block). `blocks_in_cluster` counts with kLong alone.
 //
 // A thread has kVectors vectors of each of kRows rows, together its slots.
-template <typename T, int kVectors, int kRows, Form kForm, bool kLong>
+template <typename T, int kVectors, int kRows, Form kForm, bool kLong, bool kAligned>
 __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
                                   : kLong   ? kPolyNormLongThreads
                                             : poly_norm_threads(has_mul(kForm)),
@@ -126,7 +126,6 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
                                   : kLong   ? 1
                                             : 2)
     poly_norm_backward_kernel(const PolyNormBackward p, const int blocks_in_cluster) {
-  constexpr bool kAligned = true;
   constexpr int N = 16 / sizeof(T);
   constexpr bool kMul = has_mul(kForm);
   constexpr int kSlots = kRows * kVectors;
@@ -173,7 +172,7 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
     load_rstd(p.rstd, own_row < p.rows ? own_row : p.rows - 1, rstd);
 
     // Start to load everything.
-    Loading<T, N, kAligned> grad_out_loading[kSlots], x_loading[kSlots],
+    VectorLoading<T, kAligned> grad_out_loading[kSlots], x_loading[kSlots],
         mul_loading[kMul ? kSlots : 1];
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
@@ -233,10 +232,9 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int s = i * kVectors + j;
-        const int column = column_of(s);
         write_gradients<kForm, kAligned>(grad_packed[s], x_packed[s], mul_packed[s], y, derivative,
                                          factors.is_padding, cuts, p.hidden_clamp, grad_x, grad_mul,
-                                         column, dim, column < write_dim_of(s));
+                                         column_of(s), write_dim_of(s));
       }
     }
     ++turn;
@@ -254,27 +252,22 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
   }
 }
 
-// Rows of any length and alignment, read twice. A block has `slice` columns of each of blockDim.y
-// rows at a time. Of shorter rows, threads have the columns, and one after the other the rows
-// (`rows_per_thread` of them), that those of the kernel above have at once.
+// Rows of any length and alignment, read twice. A block has blockDim.y rows at a time. Of shorter
+// rows, threads have the columns, and one after the other the rows (`rows_per_thread` of them), that
+// those of the kernel above have at once.
 template <typename T, Form kForm>
 __global__ void __launch_bounds__(kPolyNormLongThreads)
-    poly_norm_backward_streamed_kernel(const PolyNormBackward p, const int cluster, const int slice,
-                                       const int rows_per_thread) {
+    poly_norm_backward_streamed_kernel(const PolyNormBackward p, const int rows_per_thread) {
   constexpr bool kAligned = false;
   constexpr int N = 16 / sizeof(T);
   __shared__ RowSumScratch<4> scratch[2];
   const int dim = static_cast<int>(p.dim);
-  const int block_in_row = cluster > 1 ? cluster_rank() : 0;
-  const int group = blockIdx.x / cluster;
-  const int begin = block_in_row * slice, end = min(begin + slice, dim);
   const int step = blockDim.x * N;
   const bool cuts = clamps<kForm>(p);
   const int64_t rows = rows_to_read<kForm>(p);
   const int64_t rows_at_once = int64_t{blockDim.y} * rows_per_thread;
-  const int64_t row_step = rows_at_once * (gridDim.x / cluster);
+  const int64_t row_step = rows_at_once * gridDim.x;
 
-  row_sum_start(cluster, scratch);
   RowFactors<T, kForm> factors;
   factors.load_common(p);
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -283,7 +276,7 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
   for (int i = 0; i < rows_per_thread; ++i) {
     float4 total_of_row = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
-    for (int64_t block_row = group * rows_at_once; block_row < p.rows; block_row += row_step) {
+    for (int64_t block_row = blockIdx.x * rows_at_once; block_row < p.rows; block_row += row_step) {
       const int64_t row = block_row + int64_t{threadIdx.y} * rows_per_thread + i;
       const T* grad_out = static_cast<const T*>(p.grad_out) + row * p.grad_out_stride;
       const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
@@ -304,11 +297,11 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
       using MulBatch = BatchLoading<T, N, kBatch, has_mul(kForm)>;
       float sums[4] = {};
 #pragma unroll 1
-      for (int start = begin; start < end; start += kBatch * step) {
+      for (int start = 0; start < dim; start += kBatch * step) {
         const int first_column = start + threadIdx.x * N;
-        const Batch grad_out_batch(grad_out, first_column, step, end, dim_to_read);
-        const Batch x_batch(x, first_column, step, end, dim_to_read);
-        const MulBatch mul_batch(mul, first_column, step, end, dim_to_read);
+        const Batch grad_out_batch(grad_out, first_column, step, dim_to_read);
+        const Batch x_batch(x, first_column, step, dim_to_read);
+        const MulBatch mul_batch(mul, first_column, step, dim_to_read);
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
           Inputs<kForm, N> in(grad_out_batch.finish(b), x_batch.finish(b), mul_batch.finish(b), y,
@@ -317,13 +310,12 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
           add_products(in.grad, in.x, sums);
         }
       }
-      if (turn == 0) row_sum_end(cluster);
-      row_sum<false>(sums, cluster, scratch, turn);
+      row_sum<false>(sums, 1, scratch, turn);
       const Derivative derivative(y, rstd, sums, static_cast<float>(dim));
       if (row < p.rows) {
         const float4 part = weight_part(rstd, sums);
         if constexpr (kForm == Form::grouped) {
-          if (p.partials != nullptr && begin == 0 && threadIdx.x == 0 && !factors.is_padding)
+          if (p.partials != nullptr && threadIdx.x == 0 && !factors.is_padding)
             reinterpret_cast<float4*>(p.partials)[row] = part;
         } else {
           add(total_of_row, part);
@@ -332,14 +324,14 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
 
       // NOTE: all lanes of a warp store together.
 #pragma unroll 1
-      for (int start = begin; start < end; start += step) {
+      for (int start = 0; start < dim; start += step) {
         const int column = start + threadIdx.x * N;
         Vector<T, N> mul_packed{};
         if constexpr (has_mul(kForm)) mul_packed = load<kAligned, N>(mul, column, dim_to_read);
         write_gradients<kForm, kAligned>(load<kAligned, N>(grad_out, column, dim_to_read),
                                          load<kAligned, N>(x, column, dim_to_read), mul_packed, y,
                                          derivative, factors.is_padding, cuts, p.hidden_clamp,
-                                         grad_x, grad_mul, column, dim, column < dim_to_write);
+                                         grad_x, grad_mul, column, dim_to_write);
       }
       ++turn;
     }
@@ -347,8 +339,7 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
   }
   launch_dependents();
   if constexpr (kForm != Form::grouped) {
-    if (p.partials != nullptr && block_in_row == 0)
-      leave_partial(total, p.partials, group, threadIdx.x == 0);
+    if (p.partials != nullptr) leave_partial(total, p.partials, blockIdx.x, threadIdx.x == 0);
   }
 }
 
@@ -394,16 +385,18 @@ const char* poly_norm_backward(const PolyNormBackward& p, int device, void* raw_
     constexpr Form kForm = decltype(form)::value;
     const dim3 grid(policy.groups * row.cluster);
     const dim3 block(row.threads_per_row, row.rows_per_block);
-    if (row.streamed || !is_aligned(p)) {
-      return gpu_launch(&poly_norm_backward_streamed_kernel<T, kForm>, grid, block, 0, row.cluster,
-                        stream, p, row.cluster, streamed_slice(row, p.dim, p.dtype),
+    const bool aligned = is_aligned(p);
+    if (is_streamed(row, aligned)) {
+      return gpu_launch(&poly_norm_backward_streamed_kernel<T, kForm>, grid, block, 0, 1, stream, p,
                         row.rows_per_thread);
     }
     const bool is_long = row.cluster > 1 || row.threads_per_row > poly_norm_threads(has_mul(kForm));
-    return with_row_kernel<kForm>(row, is_long, [&](auto vectors, auto rows, auto is_long) {
-      return gpu_launch(&poly_norm_backward_kernel<T, vectors, rows, kForm, is_long>, grid, block,
-                        0, row.cluster, stream, p, row.cluster);
-    });
+    return with_row_kernel<kForm>(
+        row, is_long, aligned, [&](auto vectors, auto rows, auto is_long, auto is_aligned) {
+          return gpu_launch(
+              &poly_norm_backward_kernel<T, vectors, rows, kForm, is_long, is_aligned>, grid, block,
+              0, row.cluster, stream, p, row.cluster);
+        });
   });
   if (error != gpuSuccess || p.partials == nullptr || p.experts == 0) return message_of(error);
   return message_of(gpu_launch_after(&poly_norm_backward_weight_kernel, dim3(p.experts),

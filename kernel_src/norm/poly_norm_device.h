@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/reduce.h"
+#include "common/row_vectors.h"
 #include "common/runtime_dtype.h"
 #include "common/vector.h"
 #include "norm/poly_norm.h"
@@ -201,26 +202,25 @@ __device__ __forceinline__ void cut_floats(const Vector<T, N>& vector, bool clam
   }
 }
 
-// Vectors of a row on their way together: what a thread of a streamed kernel has from `column` to
-// `end`, each `step` columns after the one before it. Zero where there is no row: kReads.
+// Vectors of a row on their way together: what a thread of a streamed kernel has from `column` on,
+// each `step` columns after the one before it. Zero where there is no row: kReads.
 template <typename T, int N, int kBatch, bool kReads = true>
 struct BatchLoading {
   Loading<T, N, false> loading[kBatch];
   const T* row;
-  int column, step, end, dim;
+  int column, step, dim;
 
-  __device__ __forceinline__ BatchLoading(const T* row_, int column_, int step_, int end_, int dim_)
-      : row(row_), column(column_), step(step_), end(end_), dim(dim_) {
+  __device__ __forceinline__ BatchLoading(const T* row_, int column_, int step_, int dim_)
+      : row(row_), column(column_), step(step_), dim(dim_) {
     if constexpr (kReads) {
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) loading[b].start(row, column_of(b), dim_of(b));
+      for (int b = 0; b < kBatch; ++b) loading[b].start(row, column_of(b), dim);
     }
   }
   __device__ __forceinline__ int column_of(int b) const { return column + b * step; }
-  __device__ __forceinline__ int dim_of(int b) const { return column_of(b) < end ? dim : 0; }
   __device__ __forceinline__ Vector<T, N> finish(int b) const {
     if constexpr (!kReads) return Vector<T, N>::zero();
-    return loading[b].finish(row, column_of(b), dim_of(b));
+    return loading[b].finish(row, column_of(b), dim);
   }
 };
 

@@ -23,29 +23,28 @@ gpuError dispatch(const Params& p, F&& f) {
   });
 }
 
-// Columns of a row that a block of a streamed kernel has.
-int streamed_slice(const RowPolicy& policy, int64_t dim, DType dtype) {
-  if (policy.streamed) return static_cast<int>(dim);
-  return policy.threads_per_row * policy.vectors * (16 / dtype_size(dtype));
+// Whether rows are streamed: where they are short, those that are not aligned, too.
+inline bool is_streamed(const RowPolicy& policy, bool aligned) {
+  const bool is_short = policy.vectors < kPolyNormVectors || policy.threads_per_row < kWarpSize;
+  return policy.streamed || (!aligned && is_short);
 }
 
-// launch(vectors, rows, long) with the template arguments of a kernel for this policy.
+// launch(vectors, rows, long, aligned) with the template arguments of a kernel for this policy. Of
+// rows that are not aligned, one kernel has those of a block and those of a cluster.
 template <Form kForm, typename F>
-gpuError with_row_kernel(const RowPolicy& policy, bool is_long, F&& launch) {
-  const auto with_long = [&](auto vectors, auto rows) {
-    if constexpr (vectors == kPolyNormVectors) {
-      if (is_long) return launch(vectors, rows, std::true_type{});
-    }
-    return launch(vectors, rows, std::false_type{});
-  };
+gpuError with_row_kernel(const RowPolicy& policy, bool is_long, bool aligned, F&& launch) {
   using std::integral_constant;
+  const integral_constant<int, kPolyNormVectors> most{};
+  const integral_constant<int, 1> one{};
+  if (!aligned) return launch(most, one, std::true_type{}, std::false_type{});
   if constexpr (kForm != Form::grouped) {
-    switch (policy.vectors) {
-      case 1: return with_long(integral_constant<int, 1>{}, integral_constant<int, 4>{});
-      case 2: return with_long(integral_constant<int, 2>{}, integral_constant<int, 2>{});
-    }
+    const integral_constant<int, 2> two{};
+    const std::false_type is_short{};
+    if (policy.vectors == 1)
+      return launch(one, integral_constant<int, 4>{}, is_short, std::true_type{});
+    if (policy.vectors == 2) return launch(two, two, is_short, std::true_type{});
   }
-  return with_long(integral_constant<int, kPolyNormVectors>{}, integral_constant<int, 1>{});
+  return with_bool(is_long, [&](auto tag) { return launch(most, one, tag, std::true_type{}); });
 }
 
 }  // namespace
