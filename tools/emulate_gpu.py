@@ -35,8 +35,6 @@ BACKWARDS = {"EMULATED_GPU_WARP": "32", "EMULATED_GPU_BACKWARDS": "1"}
 
 # Tests of what a CPU promises, and a GPU with 64 KB of shared memory does not.
 LEFT_OUT = {
-    # Weight gradients of rows off a boundary: docs/design-decisions.md.
-    "norm/test_rms_norm.py::test_bits_wherever_a_tensor_begins": None,
     # Short rows of fused_mul_poly_norm are laid out otherwise on a GPU.
     "norm/test_grouped_poly_norm.py::test_each_expert_is_a_fused_mul_poly_norm": "cpu-96-float32",
     # A GPU looks for unused rows only where a sum may be used.

@@ -38,12 +38,6 @@ inline int threads_for(int64_t count, int vectors) {
   return static_cast<int>(ceil_div(threads, kWarpSize) * kWarpSize);
 }
 
-// Shared memory of a row of `columns` elements that may start anywhere in its first block of 16
-// bytes (common/staged.h).
-constexpr int staged_bytes(int columns, int element_size) {
-  return (columns * element_size + 15) / 16 * 16 + 32;
-}
-
 // Blocks to cut a row of `count` vectors over, so that each has `wanted` vectors or fewer: one
 // where the GPU has no clusters.
 inline int cluster_for(const DeviceInfo& device, int64_t count, int64_t wanted) {

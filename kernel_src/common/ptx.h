@@ -103,16 +103,26 @@ __device__ __forceinline__ void cp_async(void* shared, const void* global) {
 #endif
 }
 
-// As cp_async<16>, of which only the first `bytes` (2 to 16, even) exist. Fewer than 16 are copied
-// at once.
-__device__ __forceinline__ void cp_async_partial(void* shared, const void* global, int bytes) {
-  if (bytes == 16) {
-    cp_async<16>(shared, global);
-    return;
+// As cp_async, of which only the first `bytes` (even, from 0 on) are read; the rest is zero.
+template <int kBytes>
+__device__ __forceinline__ void cp_async_zfill(void* shared, const void* global, int bytes) {
+#if !defined(FUSELAGE_SM80)
+  for (int i = 0; i < kBytes / 2; ++i) {
+    static_cast<uint16_t*>(shared)[i] =
+        2 * i < bytes ? static_cast<const uint16_t*>(global)[i] : uint16_t{0};
   }
-  for (int i = 0; i < bytes / 2; ++i) {
-    static_cast<uint16_t*>(shared)[i] = static_cast<const uint16_t*>(global)[i];
+#else
+  const uint32_t address = shared_address(shared);
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global),
+                 "r"(bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(global),
+                 "n"(kBytes), "r"(bytes)
+                 : "memory");
   }
+#endif
 }
 
 // Closes a group of this thread's copies.

@@ -351,9 +351,11 @@ struct RowStoring<T, N, kVectors, false> {
 };
 
 // One vector of a row by itself, where neighbouring lanes have neighbouring vectors, with the
-// functions of Loading. `dim` is 0 where there is no row. All lanes of the warp call together. NOTE:
-// without branches for whole words of a shift, of which several vectors would have a copy each: with
-// them poly_norm's backward of (16380, 4097) in bfloat16 took 318 us on an H100, 288 without.
+// functions of Loading. `dim` is 0 where there is no row. All lanes of the warp call together.
+//
+// NOTE: without branches for the whole words of a shift, of which several vectors would have a copy
+// each: with them poly_norm's backward of (16380, 4097) in bfloat16 took 318 us on an H100, 287
+// without.
 template <typename T, bool kAligned>
 struct VectorLoading : Loading<T, 16 / sizeof(T), true> {};
 

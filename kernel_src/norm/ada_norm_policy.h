@@ -76,7 +76,6 @@ inline RowBackwardShape ada_norm_backward_shape(const AdaNormBackward& p) {
   shape.tensors = 2 + (p.grad_new_residual != nullptr ? 1 : 0) + (p.x != nullptr ? 1 : 0);
   const bool by_row = p.scale_by_row || p.gate_by_row;
   const bool residual = ada_norm_has_residual(p) || by_row;
-  shape.outputs = residual ? 2 : 1;
   shape.statistics = 2;
   shape.factors_in_shared = true;
   shape.factors_by_row = p.scale_by_row;
@@ -98,7 +97,7 @@ inline RowBackwardShape ada_norm_backward_shape(const AdaNormBackward& p) {
   // some multiprocessors then end a third earlier than others. Short rows: (87381, 768) takes 138
   // us with one stage, 119 with two, 123 with three; with four tensors to read, one is best.
   shape.bulk_stages = (p.dim & (p.dim - 1)) == 0 ? 2 : 3;
-  shape.stages = shape.tensors > 2 && shape.aligned ? 1 : 2;
+  shape.stages = shape.tensors > 2 ? 1 : 2;
   shape.column_steps = 12;  // a second kernel has several sums to add up
   return shape;
 }

@@ -253,8 +253,8 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
 }
 
 // Rows of any length and alignment, read twice. A block has blockDim.y rows at a time. Of shorter
-// rows, threads have the columns, and one after the other the rows (`rows_per_thread` of them), that
-// those of the kernel above have at once.
+// rows, threads have the columns, and one after the other the rows (`rows_per_thread` of them),
+// that those of the kernel above have at once.
 template <typename T, Form kForm>
 __global__ void __launch_bounds__(kPolyNormLongThreads)
     poly_norm_backward_streamed_kernel(const PolyNormBackward p, const int rows_per_thread) {

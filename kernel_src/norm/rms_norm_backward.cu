@@ -2,9 +2,7 @@
 // operator of norm/row_backward.h.
 //
 // Rows of which grad_out has another type than x go the way of unaligned ones. Which thread has
-// which columns, and which rows, is the same for aligned rows and for others, and so is the order
-// of every sum, but where unaligned rows fill the shared memory: a block then has fewer of them, or
-// a row more blocks (docs/design-decisions.md).
+// which columns is the same for aligned rows and for others, and so is the order of a row's sum.
 #include "common/dispatch.h"
 #include "common/reduce_partials.h"
 #include "common/runtime_dtype.h"
@@ -28,7 +26,6 @@ struct RmsNormBackwardOp {
   static constexpr bool kFullStages = true, kFactorsInShared = false;
   static constexpr bool kShortRows = true, kBulk = true;
   static constexpr int kLeastVectors = 1;
-  // The same rows for a block whether they are aligned or not: the weight's gradient has one order.
   static constexpr bool kSpreadRows = false;
 
   static __device__ __forceinline__ bool factors_by_row(const Params&) { return false; }

@@ -21,7 +21,7 @@
 //   struct Op {
 //     using Params, Element, GradOut;   // Element: of all tensors but grad_out, tensor 0
 //     constexpr int kTensors;           // that are read for a row, at most; s is tensor 1
-//     constexpr int kOutputs;           // rows that are written through the stages, at most
+//     constexpr int kOutputs;           // rows that are written for a row, at most
 //     constexpr int kStatistics, kRowSums, kColumnSums;
 //     constexpr int kThreads;           // of a block, at most
 //     constexpr int kColumns;           // of a thread, at most: registers for kColumnSums of them
@@ -29,7 +29,7 @@
 //     constexpr bool kFactorsInShared;  // or in registers
 //     constexpr bool kShortRows;        // there are kernels with fewer columns a thread
 //     constexpr int kLeastVectors;      // of a thread in these
-//     constexpr bool kSpreadRows;       // of a block, over its group, where they are aligned
+//     constexpr bool kSpreadRows;       // of a block, over its group
 //     constexpr bool kBulk;             // there are kernels with bulk copies
 //     struct FactorLoading<N, kAligned> { start(p, row, column, dim); finish(.., factors); }
 //     factors_by_row(p)                 // whether each row has its own
@@ -121,14 +121,14 @@ struct RowBackwardThread {
   using T = typename Op::Element;
   using O = typename Op::GradOut;
   static constexpr int N = 16 / sizeof(T);
-  static constexpr bool kAligned = !Stages::kShared;
+  static constexpr bool kAligned = !Stages::kShifted;
 
   const typename Op::Params& p;
   const RowBackward& launch;
   const int cluster, stages, statistics_bytes, block_in_row;
   const RowColumns columns;
   int64_t row;      // that is worked on
-  int64_t output;   // the first element in an output: of this thread, or of this block's slice
+  int64_t output;   // this thread's first element of it in an output
   int turns, left;  // rows that the block, and this thread, still have
   char* const memory;
   float* statistics;  // of this thread's row, in the stage
@@ -154,8 +154,7 @@ struct RowBackwardThread {
                     static_cast<int>(threadIdx.x) * N,
                 static_cast<int>(blockDim.x) * N, kVectors),
         row(first_row),
-        output(first_row * launch_.dim + columns.first_column -
-               (Stages::kShared ? static_cast<int>(threadIdx.x) * N : 0)),
+        output(first_row * launch_.dim + columns.first_column),
         turns(turns_),
         left(left_),
         memory(memory_),
@@ -232,11 +231,11 @@ struct RowBackwardThread {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       float grad_out[N], s[N], f[N];
+#pragma unroll
+      for (int i = 0; i < Op::kRowSums; ++i) terms[j][i] = 0.0f;
       staged.template read<O, 0>(j).to_floats(grad_out);
       staged.template read<T, 1>(j).to_floats(s);
       factors.get(j, f);
-#pragma unroll
-      for (int i = 0; i < Op::kRowSums; ++i) terms[j][i] = 0.0f;
       Op::terms(grad_out, f, s, moments, terms[j]);
     }
 #pragma unroll
@@ -255,10 +254,13 @@ struct RowBackwardThread {
   }
 
   // Stores the row's gradients, and adds its part to the sums of columns.
-  __device__ __forceinline__ void add_gradients(const RowMoments& moments, bool unused,
+  __device__ __forceinline__ void add_gradients(const RowMoments& moments, bool row_inside,
+                                                bool unused,
                                                 const typename Op::Coefficients& coefficients) {
+    Vector<T, N> results[kAligned ? 1 : kVectors][Op::kOutputs];
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
+      if (!row_inside) continue;
       float grad_out[N], s[N], f[N];
       staged.template read<O, 0>(j).to_floats(grad_out);
       Vector<T, N> packed = staged.template read<T, 1>(j);
@@ -269,25 +271,27 @@ struct RowBackwardThread {
         staged.read_other(tensor, j, row).to_floats(values);
       };
       const auto store = [&](int i, void* data, const float(&values)[N]) {
-        T* target = static_cast<T*>(data) + output;
         const Vector<T, N> vector = Vector<T, N>::from_floats(values);
-        if constexpr (Stages::kShared) {
-          staged.store_output(target, i, j, vector);
+        if constexpr (!kAligned) {
+          results[j][i] = vector;
         } else {
-          if (columns.inside(j)) vector.store(target + j * columns.step);
+          if (columns.inside(j)) vector.store(static_cast<T*>(data) + output + j * columns.step);
         }
       };
       Op::template gradients<kAligned>(p, launch, row, columns.of(j), f, grad_out, s, moments,
                                        coefficients, read, store, sums[j]);
     }
-  }
-
-  __device__ __forceinline__ void write_outputs() const {
-    if constexpr (Stages::kShared) {
+    if constexpr (!kAligned) {
+      // NOTE: lanes store together, also those whose row is past the end.
 #pragma unroll
       for (int i = 0; i < Op::kOutputs; ++i) {
-        void* data = Op::output(p, i);
-        if (data != nullptr) staged.write_output(static_cast<T*>(data) + output, i);
+        T* data = static_cast<T*>(Op::output(p, i));
+        if (data == nullptr) continue;
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j) {
+          store_vector<false>(results[j][i], data + row * launch.dim, columns.of(j),
+                              row_inside ? columns.dim : 0);
+        }
       }
     }
   }
@@ -314,10 +318,7 @@ struct RowBackwardThread {
         if (left > 1) next = load_moments<Op::kStatistics>(launch, row + launch.row_step);
       } else {
         cp_async_wait_group(stages - 1);
-        if constexpr (Stages::kShared) {
-          row_barrier();  // all threads of the row see it
-          staged.find_row(row);
-        }
+        if constexpr (Stages::kShifted) staged.join(row);
         moments = moments_from<Op::kStatistics>(statistics, launch.statistics_size);
       }
       if (Op::factors_by_row(p) && row_inside) load_factors(row, [] {});
@@ -331,15 +332,10 @@ struct RowBackwardThread {
           staged.start_row(row + (stages - 1) * launch.row_step, stage == 0 ? stages - 1 : -1);
       }
       const bool unused = lost && is_unused(row_sums, moments);
-      if (row_inside)
-        add_gradients(moments, unused, Op::coefficients(p, row_sums, moments, launch));
-      if constexpr (!Stages::kBulk) {
-        if constexpr (Stages::kShared) row_barrier();  // all are done with the stage
-        start(left > stages, row + stages * launch.row_step);
+      if (row_inside || !kAligned) {
+        add_gradients(moments, row_inside, unused, Op::coefficients(p, row_sums, moments, launch));
       }
-      if constexpr (Stages::kShared) {
-        if (row_inside) write_outputs();
-      }
+      if constexpr (!Stages::kBulk) start(left > stages, row + stages * launch.row_step);
       const bool last = ++stage == stages;
       advance(last ? 1 - stages : 1);
       if (last) stage = 0, round ^= 1;
@@ -384,16 +380,16 @@ template <typename Op, typename Stages, int kVectors, bool kClusters>
 __global__ void __launch_bounds__(Op::kThreads, 1)
     row_backward_kernel(const typename Op::Params p, const RowBackward launch,
                         const RowBackwardLayout layout) {
-  if constexpr ((Stages::kBulk || (kClusters && !Stages::kShared)) && !kCompilesClusters) return;
+  if constexpr ((Stages::kBulk || (kClusters && !Stages::kShifted)) && !kCompilesClusters) return;
   const int cluster = kClusters && kCompilesClusters ? layout.cluster : 1;
   // NOTE: off a 128-byte boundary the asynchronous copies take a fifth longer.
   extern __shared__ __align__(128) uint4 dynamic_memory[];
   __shared__ RowSumScratch<Op::kRowSums> scratch[2];
   constexpr bool kOneType = std::is_same_v<typename Op::Element, typename Op::GradOut>;
-  if constexpr (!Stages::kBulk && kOneType && (!kClusters || Stages::kShared)) {
+  if constexpr (!Stages::kBulk && kOneType && (!kClusters || Stages::kShifted)) {
     if (static_cast<int>(blockIdx.x) >= launch.row_blocks) {
-      finish_columns<Op, !Stages::kShared>(p, launch, blockIdx.x - launch.row_blocks,
-                                           reinterpret_cast<float*>(dynamic_memory));
+      finish_columns<Op, !Stages::kShifted>(p, launch, blockIdx.x - launch.row_blocks,
+                                            reinterpret_cast<float*>(dynamic_memory));
       return;
     }
   }
@@ -404,7 +400,7 @@ __global__ void __launch_bounds__(Op::kThreads, 1)
   // Rows of less than a warp lie side by side, for whole lines of memory.
   const int blocks = static_cast<int>(launch.blocks_per_group.value);
   const int block = static_cast<int>(part - group * blocks);
-  const bool spread = Op::kSpreadRows && !Stages::kShared && blockDim.x >= kWarpSize;
+  const bool spread = Op::kSpreadRows && blockDim.x >= kWarpSize;
   const int block_row = block * (spread ? 1 : static_cast<int>(blockDim.y));
   const int own_row = block_row + static_cast<int>(threadIdx.y) * (spread ? blocks : 1);
   row_sum_start(cluster, scratch);
@@ -515,7 +511,7 @@ gpuError launch_row_backward(const typename Op::Params& p, const RowBackward& la
     }
   }
   return with_bool(policy.row.cluster > 1, [&](auto clusters) {
-    constexpr bool kClusters = kLong && (clusters || Chosen::kShared);
+    constexpr bool kClusters = kLong && (clusters || Chosen::kShifted);
     return gpu_launch(&row_backward_kernel<Op, Chosen, kVectors, kClusters>,
                       dim3(launch.row_blocks + launch.column_blocks),
                       dim3(policy.row.threads_per_row, policy.row.rows_per_block),
@@ -582,10 +578,10 @@ gpuError row_backward(const typename Op::Params& p, RowBackward launch,
           launch_row_backward<Op, kMostVectors, PrivateStages>(p, launch, policy, layout, stream);
     } else {
       error =
-          launch_row_backward<Op, kMostVectors, SharedStages>(p, launch, policy, layout, stream);
+          launch_row_backward<Op, kMostVectors, ShiftedStages>(p, launch, policy, layout, stream);
     }
   } else {
-    error = launch_row_backward<Op, kMostVectors, SharedStages>(p, launch, policy, layout, stream);
+    error = launch_row_backward<Op, kMostVectors, ShiftedStages>(p, launch, policy, layout, stream);
   }
   const bool in_parts = Op::kColumnSums > 1 || row.streamed || policy.blocks_per_group > 1;
   if (error != gpuSuccess || launch.partials == nullptr || policy.column_blocks > 0 || !in_parts)

@@ -26,7 +26,6 @@ struct RowBackwardShape {
   int element_size;          // of what is normalised, and of every tensor but grad_out
   int grad_out_size;         // of an element
   int tensors;               // that are read for a row, grad_out among them
-  int outputs;               // rows that are written through the stages
   int statistics;            // floats of a row
   bool factors_in_shared;    // float32 in shared memory, or in registers
   bool factors_by_row;       // each row has its own
@@ -44,8 +43,6 @@ struct RowBackwardShape {
   int column_steps;  // of blocks that have columns, that take as long as a second kernel
 
   constexpr bool one_type() const { return grad_out_size == element_size; }
-  // Whether unaligned rows have the threads of aligned ones, and then one stage.
-  constexpr bool one_layout() const { return !full_stages; }
 };
 
 struct RowBackwardPolicy {
@@ -63,7 +60,7 @@ constexpr int row_statistics_bytes(int threads, int statistics) {
   return (threads * statistics * 4 + 127) / 128 * 128;
 }
 
-// Where shared memory is laid out: [statistics][factors][stages][outputs].
+// Where shared memory is laid out: [statistics][factors][stages].
 struct RowBackwardMemory {
   RowBackwardShape shape;
   int vector_size;
@@ -83,31 +80,30 @@ struct RowBackwardMemory {
     const int bytes = threads * vectors * vector_size * 4;
     return ((shape.factors_by_row ? rows : 1) * bytes + 127) / 128 * 128;
   }
-  // A row of an unaligned tensor.
-  constexpr int tensor_bytes(int threads, int vectors) const {
-    return staged_bytes(threads * vectors * vector_size,
-                        std::max(shape.element_size, shape.grad_out_size));
-  }
   // One element of each tensor.
   constexpr int element_bytes() const {
     return (shape.tensors - 1) * shape.element_size + shape.grad_out_size;
   }
-  // NOTE: bulk copies bring no statistics.
-  constexpr int bulk_bytes(int rows, int threads, int vectors) const {
-    return rows * threads * vectors * vector_size * element_bytes();
+  constexpr int vector_bytes(int threads, int vectors) const {
+    return threads * vectors * vector_size * element_bytes();
+  }
+  // Of rows that start anywhere, which have another block of 16 bytes in each warp, and whose
+  // vectors of either type begin on a boundary of so many. NOTE: their stages have room for the
+  // threads that there are.
+  constexpr int end_bytes(int rows, int threads, int vectors) const {
+    const int warps = rows * threads / std::min(threads, kWarpSize);
+    return shape.tensors * vectors * warps * 16 + (shape.one_type() ? 0 : 16);
   }
   constexpr int stage_bytes(int rows, int threads, int vectors) const {
-    if (shape.aligned)
-      return stage_threads(rows, threads) * vectors * vector_size * element_bytes();
-    return rows * shape.tensors * tensor_bytes(threads, vectors);
+    const int bytes =
+        shape.aligned ? vector_bytes(stage_threads(rows, threads), vectors)
+                      : vector_bytes(rows * threads, vectors) + end_bytes(rows, threads, vectors);
+    return bytes + statistics_bytes(rows, threads);
   }
-  constexpr int output_bytes(int rows, int threads, int vectors) const {
-    return shape.aligned ? 0 : rows * shape.outputs * tensor_bytes(threads, vectors);
-  }
-  // Unaligned rows need room for what is on its way out.
-  constexpr int bytes(int stages, int rows, int threads, int vectors) const {
-    return stages * (stage_bytes(rows, threads, vectors) + statistics_bytes(rows, threads)) +
-           output_bytes(rows, threads, vectors) + factor_bytes(rows, threads, vectors);
+  // What a block takes with one stage, whether its rows are aligned or not.
+  constexpr int least_bytes(int rows, int threads, int vectors) const {
+    return vector_bytes(stage_threads(rows, threads), vectors) + end_bytes(rows, threads, vectors) +
+           statistics_bytes(rows, threads) + factor_bytes(rows, threads, vectors);
   }
 };
 
@@ -169,7 +165,7 @@ inline void row_backward_stages(const DeviceInfo& device, const RowBackwardMemor
   RowPolicy& row = policy.row;
   const int threads = row.threads_per_row, vectors = row.vectors;
   const auto fits_bulk = [&](int rows) {
-    return 2 * memory.bulk_bytes(rows, threads, vectors) +
+    return 2 * memory.vector_bytes(rows * threads, vectors) +
                memory.factor_bytes(rows, threads, vectors) <=
            shared_bytes;
   };
@@ -182,20 +178,19 @@ inline void row_backward_stages(const DeviceInfo& device, const RowBackwardMemor
                 fits_bulk(1);
   while (policy.bulk && !fits_bulk(row.rows_per_block)) --row.rows_per_block;
   const int rows = row.rows_per_block;
-  const int stage_bytes = policy.bulk ? memory.bulk_bytes(rows, threads, vectors)
-                                      : memory.stage_bytes(rows, threads, vectors) +
-                                            memory.statistics_bytes(rows, threads);
+  // NOTE: bulk copies bring no statistics.
+  const int stage_bytes = policy.bulk ? memory.vector_bytes(rows * threads, vectors)
+                                      : memory.stage_bytes(rows, threads, vectors);
   // Blocks of a cluster wait for each other every row, which more stages hide: rms_norm's
   // (512, 131072) takes 206 us on an H200 with two, 178 with three.
   int stages = kMaxRowStages;
   if (row.cluster == 1 && vectors == most_vectors)
     stages = policy.bulk ? shape.bulk_stages : shape.stages;
-  const int other_bytes =
-      memory.output_bytes(rows, threads, vectors) + memory.factor_bytes(rows, threads, vectors);
-  policy.stages = std::max(std::min((shared_bytes - other_bytes) / stage_bytes, stages), 1);
+  const int factor_bytes = memory.factor_bytes(rows, threads, vectors);
+  policy.stages = std::max(std::min((shared_bytes - factor_bytes) / stage_bytes, stages), 1);
   // At the end the same memory holds the column sums of the block's rows, to add them up.
   const int sums_bytes = rows * threads * vectors * memory.vector_size * 4;
-  policy.shared_bytes = std::max(policy.stages * stage_bytes + other_bytes, sums_bytes);
+  policy.shared_bytes = std::max(policy.stages * stage_bytes + factor_bytes, sums_bytes);
   if (policy.column_blocks > 0) {
     policy.shared_bytes = std::max(
         policy.shared_bytes, column_bytes(shape.column_sums, rows * threads, memory.vector_size));
@@ -215,21 +210,13 @@ inline RowBackwardPolicy row_backward_policy(const DeviceInfo& real_device,
 
   const int64_t count = ceil_div(shape.dim, memory.vector_size);
   // Where shared memory is small, threads have fewer vectors (of full stages) or rows fewer
-  // threads. Unaligned rows are to have two stages.
+  // threads: the same whether rows are aligned or not.
   int most_vectors = shape.max_columns / memory.vector_size;
   int block_threads = shape.threads;
-  const int least_stages = shape.aligned ? 1 : 2;
-  RowBackwardShape unaligned = shape;
-  unaligned.aligned = false;
   const auto is_too_much = [&] {
-    const int bytes =
-        shape.one_layout()
-            ? std::max(memory.bytes(1, 1, block_threads, most_vectors),
-                       RowBackwardMemory(unaligned).bytes(1, 1, block_threads, most_vectors))
-            : memory.bytes(least_stages, 1, block_threads, most_vectors);
-    return bytes > shared_bytes;
+    return memory.least_bytes(1, block_threads, most_vectors) > shared_bytes;
   };
-  while (shape.aligned && shape.full_stages && most_vectors > 1 && is_too_much()) most_vectors /= 2;
+  while (shape.full_stages && most_vectors > 1 && is_too_much()) most_vectors /= 2;
   while (block_threads > kWarpSize && is_too_much()) block_threads -= kWarpSize;
   const int64_t block_limit = int64_t{block_threads} * most_vectors;
   // Kernels of clusters have the most vectors alone.
@@ -252,9 +239,7 @@ inline RowBackwardPolicy row_backward_policy(const DeviceInfo& real_device,
     row.vectors /= 2;
   }
   row.threads_per_row = threads_for(block_count, row.vectors);
-  const int64_t most_rows =
-      row.cluster > 1 ? 1
-                      : (shape.one_layout() ? block_threads : shape.threads) / row.threads_per_row;
+  const int64_t most_rows = row.cluster > 1 ? 1 : block_threads / row.threads_per_row;
   // Where rows are few, the sums of columns are made by blocks of their own. Rows of two types are
   // too rare for them.
   if (shape.column_sums > 0 && !shape.sums_need_rows && shape.one_type()) {
@@ -271,9 +256,8 @@ inline RowBackwardPolicy row_backward_policy(const DeviceInfo& real_device,
     if (policy.column_blocks > 0)
       rows = std::max(rows, least_rows_beside_columns(shape.group_rows, row.threads_per_row));
     row.rows_per_block = static_cast<int>(std::clamp<int64_t>(rows, 1, most_rows));
-    while (row.rows_per_block > 1 &&
-           memory.bytes(least_stages, row.rows_per_block, row.threads_per_row, row.vectors) >
-               shared_bytes) {
+    while (row.rows_per_block > 1 && memory.least_bytes(row.rows_per_block, row.threads_per_row,
+                                                        row.vectors) > shared_bytes) {
       --row.rows_per_block;
     }
   }

@@ -7,9 +7,11 @@
 //                  [stage][row of the block][tensor][column]
 //   PrivateStages  aligned rows: each thread copies the vectors that it will use itself (cp.async):
 //                  no barrier. [stage][tensor][vector][thread]
-//   SharedStages   rows of any alignment: the threads of a row copy its 16-byte blocks together,
-//                  and each then finds its vectors at the row's own offset (common/staged.h).
-//                  Results take the same way out. [stage][row of the block][tensor], [output][row]
+//   ShiftedStages  rows of any alignment: as PrivateStages, but a thread copies the aligned block
+//                  in which its vector starts, and the last lane of a warp one more. When they are
+//                  there, it makes the vector of its own block and the next lane's, and puts it
+//                  in the place of the block. [stage][tensor][vector][thread], and after each
+//                  tensor [vector][warp] for the blocks of the last lanes
 //
 // Tensor 0 is of type O, the others are of type T. kThreads: of any block, where a stage has room
 // for them all, so that offsets are constants; 0 where it has room for those that there are.
@@ -23,7 +25,7 @@
 
 #include "common/ptx.h"
 #include "common/reduce.h"
-#include "common/staged.h"
+#include "common/row_vectors.h"
 #include "common/vector.h"
 #include "norm/row_backward_policy.h"
 #include "norm/row_tensors.h"
@@ -60,7 +62,7 @@ struct RowColumns {
 template <typename T, typename O, int kVectors, int kTensors, int kThreads>
 struct PrivateStages {
   static constexpr int N = 16 / sizeof(T);
-  static constexpr bool kShared = false;
+  static constexpr bool kShifted = false;
   static constexpr bool kBulk = false;
   static_assert(std::is_same_v<T, O>, "a thread's vectors have one size");
 
@@ -126,7 +128,7 @@ struct PrivateStages {
 template <typename T, typename O, int kVectors, int kTensors, int kThreads>
 struct BulkStages {
   static constexpr int N = 16 / sizeof(T);
-  static constexpr bool kShared = false;
+  static constexpr bool kShifted = false;
   static constexpr bool kBulk = true;
   static_assert(std::is_same_v<T, O>, "a thread's vectors have one size");
 
@@ -203,94 +205,175 @@ struct BulkStages {
 };
 
 template <typename T, typename O, int kVectors, int kTensors, int kThreads>
-struct SharedStages {
+struct ShiftedStages {
   static constexpr int N = 16 / sizeof(T);
-  static constexpr bool kShared = true;
+  static constexpr bool kShifted = true;
   static constexpr bool kBulk = false;
 
-  const RowTensors& tensors;
-  const int slice_start, columns, row_bytes;
-  char* here;     // the row of tensor 0 in the stage of this row, and 16 bytes a thread
-  char* outputs;  // the row of output 0, and 16 bytes a thread
-  const char* next[kTensors];  // this block's first column of the row that is started next
-  StagedStart starts[2];       // of this thread's first column in this row, of what is read twice
+  // A vector of U is pieces of up to 16 bytes, which are copied and moved one by one.
+  template <typename U>
+  struct Of {
+    static constexpr int kBytes = N * static_cast<int>(sizeof(U));
+    static constexpr int kPieces = kBytes > 16 ? kBytes / 16 : 1;
+    using Piece = Vector<U, N / kPieces>;
+  };
 
-  __device__ __forceinline__ SharedStages(void* shared, const RowTensors& tensors_,
-                                          const RowColumns& all, int64_t first_row, int stages)
+  const RowTensors& tensors;
+  const RowColumns columns;
+  const int threads, width;    // of the block; lanes of a warp that share a row
+  const int parts, part;       // such parts of the block, and which of them has this thread
+  char* here;                  // this thread's first vector in the stage of this row
+  const char* next[kTensors];  // this thread's first column of the row that is started next
+
+  __device__ __forceinline__ ShiftedStages(void* shared, const RowTensors& tensors_,
+                                           const RowColumns& columns_, int64_t first_row,
+                                           int stages)
       : tensors(tensors_),
-        slice_start(all.first_column - threadIdx.x * N),
-        columns(min(all.dim - slice_start, static_cast<int>(blockDim.x) * kVectors * N)),
-        row_bytes(staged_bytes(blockDim.x * kVectors * N,
-                               sizeof(O) > sizeof(T) ? sizeof(O) : sizeof(T))) {
-    here = static_cast<char*>(shared) + threadIdx.y * tensors.count * row_bytes + threadIdx.x * 16;
-    outputs = static_cast<char*>(shared) + stages * stage_bytes() + threadIdx.y * row_bytes +
-              threadIdx.x * 16;
+        columns(columns_),
+        threads(blockDim.x * blockDim.y),
+        width(min(static_cast<int>(blockDim.x), kWarpSize)),
+        parts(width == kWarpSize ? threads / kWarpSize : threads / width),
+        part(width == kWarpSize ? thread() / kWarpSize : thread() / width),
+        here(static_cast<char*>(shared) + thread() * 16) {
+    next[0] = reinterpret_cast<const char*>(tensors.row<O>(0, first_row, columns.first_column));
+#pragma unroll
+    for (int i = 1; i < kTensors; ++i)
+      next[i] = reinterpret_cast<const char*>(tensors.row<T>(i, first_row, columns.first_column));
+    // Columns past the end are zero in every stage: nothing is copied there later.
+    for (int i = thread(); i < stages * stage_bytes() / 16; i += threads)
+      static_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
+    __syncthreads();
   }
 
-  __device__ __forceinline__ const char* start_of(int tensor, int64_t row) const {
-    return tensor == 0 ? reinterpret_cast<const char*>(tensors.row<O>(0, row, slice_start))
-                       : reinterpret_cast<const char*>(tensors.row<T>(tensor, row, slice_start));
+  static __device__ __forceinline__ int thread() { return threadIdx.y * blockDim.x + threadIdx.x; }
+  __device__ __forceinline__ bool is_last() const {
+    return (static_cast<int>(threadIdx.x) & (width - 1)) == width - 1;
+  }
+  template <typename U>
+  __device__ __forceinline__ int vector_bytes() const {
+    return (kVectors * threads * Of<U>::kBytes + 15) / 16 * 16;
+  }
+  template <typename U>
+  __device__ __forceinline__ int tensor_bytes() const {
+    return vector_bytes<U>() + kVectors * parts * 16;
   }
   __device__ __forceinline__ int stage_bytes() const {
-    return blockDim.y * tensors.count * row_bytes;
+    return tensor_bytes<O>() + (tensors.count - 1) * tensor_bytes<T>();
+  }
+  template <typename U>
+  __device__ __forceinline__ char* slot(int tensor, int j) const {
+    const int start = tensor == 0 ? 0 : tensor_bytes<O>() + (tensor - 1) * tensor_bytes<T>();
+    return here + start + (Of<U>::kBytes - 16) * thread() + j * threads * Of<U>::kBytes;
+  }
+  // Of the last lane, the block after its vector.
+  template <typename U>
+  __device__ __forceinline__ char* end_slot(int tensor, int j) const {
+    return slot<U>(tensor, 0) + vector_bytes<U>() - thread() * Of<U>::kBytes +
+           (j * parts + part) * 16;
   }
   __device__ __forceinline__ void advance(int stages) { here += stages * stage_bytes(); }
-  __device__ __forceinline__ StagedStart find(int tensor, int64_t row) const {
-    const int of_thread = tensor == 0 ? N * static_cast<int>(sizeof(O)) - 16 : 0;
-    return StagedStart(here + static_cast<int>(threadIdx.x) * of_thread + tensor * row_bytes +
-                       bytes_behind_boundary(start_of(tensor, row)));
-  }
-  // Before this row is read.
-  __device__ __forceinline__ void find_row(int64_t row) {
-    starts[0] = find(0, row);
-    starts[1] = find(1, row);
-  }
 
-  __device__ __forceinline__ void start_next_row(bool row_inside, int64_t row) const {
-    if (!row_inside) return;
-    const int thread = threadIdx.x, threads = blockDim.x;
+  // Copies a block of a row that goes on for so many bytes. Where the row before this one may have
+  // gone on there, it is filled with zeros.
+  template <int kBytes>
+  static __device__ __forceinline__ void start_block(char* target, const char* block, int bytes) {
+    if (bytes >= kBytes) {
+      cp_async<kBytes>(target, block);
+    } else if (bytes > -kBytes) {
+      cp_async_zfill<kBytes>(target, block, max(bytes, 0));
+    }
+  }
+  template <typename U>
+  __device__ __forceinline__ void start_tensor(int tensor) const {
+    using V = typename Of<U>::Piece;
+    const int shift = V::shift_of(next[tensor]);
+    const char* blocks = next[tensor] - shift;
 #pragma unroll
-    for (int i = 0; i < kTensors; ++i) {
-      char* target = here + i * row_bytes - 16 * thread;
-      if (i < tensors.count) {
-        if (i == 0) {
-          stage_in(target, tensors.row<O>(0, row, slice_start), columns, thread, threads);
-        } else {
-          stage_in(target, tensors.row<T>(i, row, slice_start), columns, thread, threads);
-        }
+    for (int j = 0; j < kVectors; ++j) {
+      const char* block = blocks + j * columns.step * static_cast<int>(sizeof(U));
+      const int bytes = (columns.dim - columns.of(j)) * static_cast<int>(sizeof(U)) + shift;
+#pragma unroll
+      for (int i = 0; i < Of<U>::kPieces; ++i) {
+        start_block<V::kBytes>(slot<U>(tensor, j) + i * V::kBytes, block + i * V::kBytes,
+                               bytes - i * V::kBytes);
+      }
+      if (is_last() && shift != 0) {
+        start_block<V::kBytes>(end_slot<U>(tensor, j), block + Of<U>::kBytes,
+                               bytes - Of<U>::kBytes);
       }
     }
   }
-
-  // Where vector j is after the thread's first, and how many of its elements are there.
-  __device__ __forceinline__ int offset(int j, int size) const {
-    return j * static_cast<int>(blockDim.x) * N * size;
+  __device__ __forceinline__ void start_next_row(bool row_inside, int64_t) {
+#pragma unroll
+    for (int i = 0; i < kTensors; ++i) {
+      if (row_inside && i < tensors.count) {
+        if (i == 0) {
+          start_tensor<O>(0);
+        } else {
+          start_tensor<T>(i);
+        }
+      }
+      next[i] += tensors.step[i];
+    }
   }
-  __device__ __forceinline__ int left(int j) const {
-    return columns - (j * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * N;
+
+  // Makes vectors of the blocks of a row, which have arrived. All threads of the block call this.
+  template <typename U>
+  __device__ __forceinline__ void join_tensor(int tensor, int64_t row) const {
+    using V = typename Of<U>::Piece;
+    const int shift = V::shift_of(tensors.row<U>(tensor, row, columns.first_column));
+    const bool whole = width == kWarpSize, moves = !whole || same_in_warp(shift != 0);
+    char* own = slot<U>(tensor, 0);
+    const char* after = is_last() ? end_slot<U>(tensor, 0) : own + Of<U>::kBytes;
+    const int own_step = threads * Of<U>::kBytes, after_step = is_last() ? parts * 16 : own_step;
+    // So many at once: they are held in registers until all lanes have read.
+    constexpr int kAtOnce = kVectors * Of<U>::kPieces > 4 ? 4 / Of<U>::kPieces : kVectors;
+#pragma unroll 1
+    for (int k = 0; k < kVectors; k += kAtOnce, own += kAtOnce * own_step) {
+      V pieces[kAtOnce][Of<U>::kPieces];
+      const auto join = [&](int bytes) {
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          V first = V::load_shared(own + j * own_step);
+#pragma unroll
+          for (int i = 0; i < Of<U>::kPieces; ++i) {
+            const bool is_end = i + 1 == Of<U>::kPieces;
+            const V second = V::load_shared(is_end ? after + j * after_step
+                                                   : own + j * own_step + (i + 1) * V::kBytes);
+            pieces[j][i] = V::shifted(first, second, bytes);
+            first = second;
+          }
+        }
+      };
+      if (moves && whole) {
+        with_shift<U, V::kWords, true>(shift, join);
+      } else if (moves) {
+        join(shift);
+      }
+      after += kAtOnce * after_step;
+      warp_barrier();
+      if (!moves) continue;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+#pragma unroll
+        for (int i = 0; i < Of<U>::kPieces; ++i)
+          pieces[j][i].store(own + j * own_step + i * V::kBytes);
+      }
+    }
+  }
+  __device__ __forceinline__ void join(int64_t row) const {
+    warp_barrier();
+    join_tensor<O>(0, row);
+#pragma unroll 1
+    for (int i = 1; i < tensors.count; ++i) join_tensor<T>(i, row);
   }
 
   template <typename U, int kTensor>
   __device__ __forceinline__ Vector<U, N> read(int j) const {
-    return load_staged<U, N>(starts[kTensor], offset(j, sizeof(U)), left(j));
+    return Vector<U, N>::load_shared(slot<U>(kTensor, j));
   }
-  __device__ __forceinline__ Vector<T, N> read_other(int tensor, int j, int64_t row) const {
-    return load_staged<T, N>(find(tensor, row), offset(j, sizeof(T)), left(j));
-  }
-
-  // `target` is where the row's slice begins in global memory.
-  __device__ __forceinline__ void store_output(const T* target, int output, int j,
-                                               const Vector<T, N>& vector) const {
-    store_staged(vector,
-                 outputs + output * static_cast<int>(blockDim.y) * row_bytes +
-                     bytes_behind_boundary(target) + offset(j, sizeof(T)),
-                 left(j));
-  }
-  // All of the row's threads have stored.
-  __device__ __forceinline__ void write_output(T* target, int output) const {
-    const int thread = threadIdx.x;
-    stage_out(outputs - 16 * thread + output * static_cast<int>(blockDim.y) * row_bytes, target,
-              columns, thread, blockDim.x);
+  __device__ __forceinline__ Vector<T, N> read_other(int tensor, int j, int64_t) const {
+    return Vector<T, N>::load_shared(slot<T>(tensor, j));
   }
 };
 
