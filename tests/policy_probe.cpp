@@ -336,8 +336,6 @@ void rms_norm_backward(const DeviceInfo& device, Report& report) {
         const RowBackwardShape shape = rms_norm_backward_shape(p);
         const RowBackwardPolicy policy = row_backward_policy(device, shape);
         expect_row_backward(report, device, shape, policy);
-        report.expect(policy.row.streamed || shape.aligned || policy.stages >= 2,
-                      "nothing is copied ahead");
       }
     });
   });
@@ -450,13 +448,15 @@ void gated_rms_norm(const DeviceInfo& device, Report& report) {
         const auto expect = [&](const GatedRmsNormPolicy& row, int max_threads, int vectors,
                                 int shared_bytes) {
           expect_legal_rows(report, device,
-                            {row.blocks, 1, row.threads_per_row, row.rows_per_block,
-                             shared_bytes + kGatedNormArrayBytes, 1},
+                            {row.blocks * row.cluster, 1, row.threads_per_row, row.rows_per_block,
+                             shared_bytes + kGatedNormArrayBytes, row.cluster},
                             max_threads);
-          report.expect(row.streamed || int64_t{row.threads_per_row} * vectors * vector >= dim,
-                        "columns without a thread");
+          const int64_t held = int64_t{row.cluster} * row.threads_per_row * vectors * vector;
+          report.expect(row.streamed || held >= dim, "columns without a thread");
+          report.expect(row.anywhere || (is_aligned(p) && row.cluster == 1),
+                        "the kernel of aligned groups");
         };
-        const GatedRmsNormPolicy forward = gated_rms_norm_forward_policy(p);
+        const GatedRmsNormPolicy forward = gated_rms_norm_forward_policy(device, p);
         expect(forward, kGatedNormForwardThreads, kGatedNormForwardVectors, 0);
         const GatedRmsNormBackwardPolicy backward = gated_rms_norm_backward_policy(device, b);
         expect(backward.row, kGatedNormBackwardThreads, kGatedNormBackwardVectors,
@@ -464,10 +464,11 @@ void gated_rms_norm(const DeviceInfo& device, Report& report) {
         report.expect(backward.shares <= rows && backward.partials >= backward.shares,
                       "blocks without a row, or a partial sum");
         p.rows = b.rows = 1;
-        report.expect(gated_rms_norm_forward_policy(p).threads_per_row == forward.threads_per_row &&
-                          gated_rms_norm_backward_policy(device, b).row.threads_per_row ==
-                              backward.row.threads_per_row,
-                      "the order of a row's sum depends on the number of rows");
+        report.expect(
+            gated_rms_norm_forward_policy(device, p).threads_per_row == forward.threads_per_row &&
+                gated_rms_norm_backward_policy(device, b).row.threads_per_row ==
+                    backward.row.threads_per_row,
+            "the order of a row's sum depends on the number of rows");
       }
     });
   }

@@ -1,7 +1,7 @@
 """Rows that start anywhere, or with gaps between them, give the bits of rows on 16-byte boundaries.
 
-Of the operators whose kernels for either are apart, and add up in the same order: poly_norm's
-unaligned rows are streamed, and unaligned activations are chosen as the kernel runs.
+Of the operators whose kernels for either are apart, and add up in the same order. Sums over the
+rows are compared where their order is promised, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,15 @@ from harness import (
 )
 
 POLY_NORMS = [operators.POLY_NORM, operators.FUSED_MUL_POLY_NORM, operators.GROUPED_POLY_NORM]
+NORMS = [
+    operators.RMS_NORM,
+    operators.FUSED_ADD_RMS_NORM,
+    operators.LAYER_NORM,
+    operators.FUSED_ADD_LAYER_NORM,
+    operators.ADA_LAYER_NORM,
+    operators.GATE_RESIDUAL_ADA_NORM,
+    operators.GATED_RMS_NORM,
+]
 GATES = [
     operators.SWIGLU,
     operators.GEGLU,
@@ -38,7 +47,9 @@ def apart(t: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(t, (0, 3))[..., :-3]
 
 
-def check_moved(op, kernel, style: str, shape: tuple[int, int], dtype, device, move=moved) -> None:
+def check_moved(
+    op, kernel, style: str, shape: tuple[int, int], dtype, device, move=moved, sums: bool = True
+) -> None:
     inputs, options = op.inputs(shape, dtype, device, style), op.options(style)
     elsewhere = {name: move(t) if name in op.row_inputs else t for name, t in inputs.items()}
     requires = op.differentiable(inputs)
@@ -55,8 +66,24 @@ def check_moved(op, kernel, style: str, shape: tuple[int, int], dtype, device, m
     moved_grads = gradients(call, elsewhere, options, moved_grad_outs, requires)
     for name, expected in outputs.items():
         assert_same_bits(moved_outputs[name], expected, name)
-    for name in requires:
+    for name in requires if sums else op.row_inputs:
         assert_same_bits(moved_grads[name], grads[name], f"gradient of {name}")
+
+
+# Of several rows in a warp, of blocks, of blocks in clusters, and too long for those.
+@each_style(NORMS)
+@each_dtype
+@on_devices((64, 1000), (8, 64, 136, 512, 1000, 2048, 4096, 16384, 65536, 163840))
+def test_norms_do_not_depend_on_alignment(fuselage, device, op, style, dtype, dim):
+    check_moved(op, fuselage, style, (37, dim), dtype, device, sums=False)
+
+
+# More rows than there are blocks for.
+@each_operator(NORMS)
+@each_dtype
+@on_devices((), (8, 136, 2048, 5120))
+def test_norms_of_many_rows_do_not_depend_on_alignment(fuselage, device, op, dtype, dim):
+    check_moved(op, fuselage, next(iter(op.styles)), (3001, dim), dtype, device, sums=False)
 
 
 # Of several rows a thread, of one, of blocks in clusters, and too long for those.

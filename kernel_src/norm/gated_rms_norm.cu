@@ -12,9 +12,10 @@
 // (cp.async). At the end the block adds up its rows and leaves one partial sum
 // (common/reduce_partials.h).
 //
-// Groups that are longer, or start anywhere, are streamed: the same threads have the same columns
-// in the same order, but read them twice, the second time from L1 or L2. Their column sums are in
-// global memory, and stay in L2.
+// Groups that start anywhere, or are cut over the blocks of a cluster, have a kernel for all gates;
+// its threads have the same columns (common/row_vectors.h, norm/row_stages.h). Longer ones are
+// streamed: read twice, the second time from L1 or L2. Their column sums are in global memory, and
+// stay in L2.
 #include "norm/gated_rms_norm.h"
 
 #include "common/dispatch.h"
@@ -22,6 +23,7 @@
 #include "common/reduce_partials.h"
 #include "norm/gated_rms_norm_device.h"
 #include "norm/gated_rms_norm_policy.h"
+#include "norm/row_stages.h"
 #include "norm/row_tensors.h"
 
 namespace fuselage {
@@ -37,55 +39,66 @@ __device__ __forceinline__ float sum_of_squares(const float (&values)[N]) {
 
 // ---- forward ----
 
-// Grid: x over blocks of blockDim.y rows of a group, the groups side by side. Block:
-// (threads_per_row, rows_per_block).
+// Grid: x over blocks of blockDim.y rows of a group (times the cluster), the groups side by side.
+// Block: (threads_per_row, rows_per_block).
 
-__device__ __forceinline__ GatedGroup group_of_thread(const GatedRmsNormForward& p) {
-  const uint32_t groups = static_cast<uint32_t>(p.groups), rows = blockIdx.x / groups;
-  return GatedGroup(p, int64_t{rows} * blockDim.y + threadIdx.y, blockIdx.x - rows * groups);
+__device__ __forceinline__ GatedGroup group_of_thread(const GatedRmsNormForward& p, int cluster) {
+  const uint32_t groups = static_cast<uint32_t>(p.groups), block = blockIdx.x / cluster;
+  const uint32_t rows = block / groups;
+  return GatedGroup(p, int64_t{rows} * blockDim.y + threadIdx.y, block - rows * groups);
 }
 
 __device__ __forceinline__ float rstd_of_group(const GatedRmsNormForward& p,
-                                               const GatedGroup& group, float (&sum)[1]) {
-  __shared__ RowSumScratch<1> scratch[1];
-  row_sum<false>(sum, 1, scratch, 0);
+                                               const GatedGroup& group, int cluster,
+                                               RowSumScratch<1> (&scratch)[1], float (&sum)[1]) {
+  row_sum_end(cluster);
+  row_sum<false>(sum, cluster, scratch, 0);
   const float rstd = reciprocal_sqrt(mean_of_group(sum[0], p.dim) + p.eps);
-  const uint32_t index = blockIdx.x % static_cast<uint32_t>(p.groups);
+  const uint32_t index = blockIdx.x / cluster % static_cast<uint32_t>(p.groups);
   if (p.rstd != nullptr && threadIdx.x == 0 && group.dim > 0)
     p.rstd[group.row * p.groups + index] = rstd;
   return rstd;
 }
 
-template <typename T, typename Gate>
+// kAnywhere: groups may start anywhere, and be cut over the blocks of a cluster.
+template <typename T, typename Gate, bool kAnywhere>
 __global__ void __launch_bounds__(kGatedNormForwardThreads)
-    gated_rms_norm_forward_kernel(const GatedRmsNormForward p) {
+    gated_rms_norm_forward_kernel(const GatedRmsNormForward p, const int blocks_in_cluster) {
+  constexpr bool kAligned = !kAnywhere;
   constexpr int N = 16 / sizeof(T), kVectors = kGatedNormForwardVectors;
-  const GatedGroup group = group_of_thread(p);
+  __shared__ RowSumScratch<1> scratch[1];
+  const int cluster = kAnywhere && kCompilesClusters ? blocks_in_cluster : 1;
+  row_sum_start(cluster, scratch);
+  const GatedGroup group = group_of_thread(p, cluster);
   const Gate kind(p);
   const T* x = group.in<T>(p.x, p.x_stride);
   const T* gate = group.in<T>(p.gate, p.gate_stride);
-  const auto column_of = [](int j) { return static_cast<int>(j * blockDim.x + threadIdx.x) * N; };
+  const int first = cluster > 1 ? cluster_rank() * kVectors * static_cast<int>(blockDim.x) : 0;
+  const auto column_of = [first](int j) {
+    return (first + static_cast<int>(j * blockDim.x + threadIdx.x)) * N;
+  };
 
-  Vector<T, N> x_packed[kVectors], gates[kVectors];
+  VectorLoading<T, kAligned> x_loading[kVectors], gate_loading[kVectors];
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
-    x_packed[j] = load<true, N>(x, column_of(j), group.dim);
-    gates[j] = load<true, N>(gate, column_of(j), group.dim);
+    x_loading[j].start(x, column_of(j), group.dim);
+    gate_loading[j].start(gate, column_of(j), group.dim);
   }
   float values[kVectors][N], factors[kVectors][N], sum[1] = {};
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
-    open_gate(kind, x_packed[j], gates[j], values[j], factors[j]);
+    open_gate(kind, x_loading[j].finish(x, column_of(j), group.dim),
+              gate_loading[j].finish(gate, column_of(j), group.dim), values[j], factors[j]);
     sum[0] += sum_of_squares(values[j]);
   }
-  const float rstd = rstd_of_group(p, group, sum);
+  const float rstd = rstd_of_group(p, group, cluster, scratch, sum);
   T* out = group.out<T>(p.out);
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     float weight[N];
-    load_values<true>(group.weight<T>(p), column_of(j), group.dim, 1.0f, weight);
-    const Vector<T, N> result = gated_result<T>(p, rstd, weight, factors[j], values[j]);
-    if (column_of(j) < group.dim) result.store(out + column_of(j));
+    load_values<kAligned>(group.weight<T>(p), column_of(j), group.dim, 1.0f, weight);
+    store_vector<kAligned>(gated_result<T>(p, rstd, weight, factors[j], values[j]), out,
+                           column_of(j), group.dim);
   }
 }
 
@@ -93,7 +106,8 @@ template <typename T>
 __global__ void __launch_bounds__(kGatedNormForwardThreads)
     gated_rms_norm_streamed_kernel(const GatedRmsNormForward p) {
   constexpr int N = 16 / sizeof(T);
-  const GatedGroup group = group_of_thread(p);
+  __shared__ RowSumScratch<1> scratch[1];
+  const GatedGroup group = group_of_thread(p, 1);
   const AnyGate kind(p);
   const int dim = static_cast<int>(p.dim), step = static_cast<int>(blockDim.x) * N;
   float sum[1] = {}, rstd = 0.0f;
@@ -112,17 +126,17 @@ __global__ void __launch_bounds__(kGatedNormForwardThreads)
         continue;
       }
       load_values<false>(group.weight<T>(p), column, group.dim, 1.0f, weight);
-      store<false>(gated_result<T>(p, rstd, weight, factors, values), group.out<T>(p.out), column,
-                   group.dim, column < group.dim);
+      store_vector<false>(gated_result<T>(p, rstd, weight, factors, values), group.out<T>(p.out),
+                          column, group.dim);
     }
-    if (pass == 0) rstd = rstd_of_group(p, group, sum);
+    if (pass == 0) rstd = rstd_of_group(p, group, 1, scratch, sum);
   }
 }
 
 // ---- backward ----
 
-// Grid: shares * groups, the groups of a share side by side. Block: (threads_per_row,
-// rows_per_block).
+// Grid: shares * groups (times the cluster), the groups of a share side by side. Block:
+// (threads_per_row, rows_per_block).
 
 // The rows of a thread: every `step`-th from `first` on. All threads of a block go round equally
 // often.
@@ -130,10 +144,11 @@ struct GatedRows {
   uint32_t group, share;
   int64_t first, step;
 
-  __device__ __forceinline__ explicit GatedRows(const GatedRmsNormBackward& p) {
-    const uint32_t groups = static_cast<uint32_t>(p.groups), shares = gridDim.x / groups;
-    share = blockIdx.x / groups;
-    group = blockIdx.x - share * groups;
+  __device__ __forceinline__ GatedRows(const GatedRmsNormBackward& p, int cluster) {
+    const uint32_t groups = static_cast<uint32_t>(p.groups), block = blockIdx.x / cluster;
+    const uint32_t shares = gridDim.x / cluster / groups;
+    share = block / groups;
+    group = block - share * groups;
     // Rows of less than a warp lie side by side, for whole lines of memory.
     const bool spread = blockDim.x >= kWarpSize;
     first =
@@ -151,79 +166,55 @@ __device__ __forceinline__ float load_rstd(const GatedRmsNormBackward& p, int64_
   return row < p.rows ? p.rstd[row * p.groups + group] : 0.0f;
 }
 
-// A thread's vectors of the rows under way, in shared memory: [stage][tensor][vector][thread]. It
-// copies them itself, and waits for nobody.
-template <typename T>
-struct GatedStages {
-  static constexpr int N = 16 / sizeof(T), kVectors = kGatedNormBackwardVectors;
-  Vector<T, N>* memory;  // of this thread
-  int threads;
-
-  __device__ __forceinline__ explicit GatedStages(void* memory_)
-      : memory(static_cast<Vector<T, N>*>(memory_) + threadIdx.y * blockDim.x + threadIdx.x),
-        threads(blockDim.x * blockDim.y) {}
-  __device__ __forceinline__ Vector<T, N>* slot(int stage, int tensor, int j) const {
-    return memory + ((stage * kGatedNormTensors + tensor) * kVectors + j) * threads;
-  }
-  __device__ __forceinline__ void start(const GatedRmsNormBackward& p, const GatedGroup& group,
-                                        int stage, int first, int step) const {
-    const T* rows[] = {group.in<T>(p.grad_out, p.grad_out_stride), group.in<T>(p.x, p.x_stride),
-                       group.in<T>(p.gate, p.gate_stride)};
-#pragma unroll
-    for (int i = 0; i < kGatedNormTensors; ++i) {
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        const int column = first + j * step;
-        if (column < group.dim) Vector<T, N>::load_async(slot(stage, i, j), rows[i] + column);
-      }
-    }
-    cp_async_commit_group();
-  }
-  __device__ __forceinline__ void read(int stage, int tensor, int j, float (&values)[N]) const {
-    Vector<T, N>::load_shared(slot(stage, tensor, j)).to_floats(values);
-  }
-};
-
-template <typename T, typename Gate>
+template <typename T, typename Gate, bool kAnywhere>
 __global__ void __launch_bounds__(kGatedNormBackwardThreads, 1)
-    gated_rms_norm_backward_kernel(const GatedRmsNormBackward p) {
+    gated_rms_norm_backward_kernel(const GatedRmsNormBackward p, const RowTensors tensors,
+                                   const int blocks_in_cluster) {
+  constexpr bool kAligned = !kAnywhere;
   constexpr int N = 16 / sizeof(T), kVectors = kGatedNormBackwardVectors;
+  using Stages = std::conditional_t<kAligned, PrivateStages<T, T, kVectors, kGatedNormTensors, 0>,
+                                    ShiftedStages<T, T, kVectors, kGatedNormTensors, 0>>;
   extern __shared__ __align__(128) uint4 dynamic_memory[];
   __shared__ RowSumScratch<1> scratch[2];
-  const GatedRows rows(p);
+  const int cluster = kAnywhere && kCompilesClusters ? blocks_in_cluster : 1;
+  row_sum_start(cluster, scratch);
+  const GatedRows rows(p, cluster);
   const Gate kind(p);
   const int dim = static_cast<int>(p.dim), step = static_cast<int>(blockDim.x) * N;
-  const auto column_of = [&](int j) { return j * step + static_cast<int>(threadIdx.x) * N; };
-  const GatedStages<T> stages(dynamic_memory);
-  const auto start = [&](int64_t row, int stage) {
-    stages.start(p, GatedGroup(p, row, rows.group), stage, column_of(0), step);
+  const int slice_start = cluster > 1 ? cluster_rank() * kVectors * step : 0;  // within the group
+  const auto column_of = [&](int j) {
+    return slice_start + j * step + static_cast<int>(threadIdx.x) * N;
   };
-
-  // Columns past the end are zero in every stage: nothing is copied there.
+  const int group_start = static_cast<int>(rows.group) * dim;
+  Stages staged(dynamic_memory, tensors,
+                RowColumns(group_start + dim, group_start + column_of(0), step, kVectors),
+                rows.first, kGatedNormStages);
+  const auto start = [&](int64_t row) {
+    staged.start_next_row(row < p.rows, row);
+    cp_async_commit_group();
+  };
 #pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    if (column_of(j) < dim) continue;
-    for (int i = 0; i < kGatedNormStages * kGatedNormTensors; ++i)
-      *stages.slot(0, i, j) = Vector<T, N>::zero();
+  for (int stage = 0; stage < kGatedNormStages; ++stage) {
+    start(rows.first + stage * rows.step);
+    staged.advance(1);
   }
-#pragma unroll
-  for (int stage = 0; stage < kGatedNormStages - 1; ++stage)
-    start(rows.first + stage * rows.step, stage);
+  staged.advance(-kGatedNormStages);
   float weight[kVectors][N];
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
-    load_values<true>(GatedGroup(p, 0, rows.group).weight<T>(p), column_of(j), dim, 1.0f,
-                      weight[j]);
+    load_values<kAligned>(GatedGroup(p, 0, rows.group).weight<T>(p), column_of(j), dim, 1.0f,
+                          weight[j]);
   }
+  row_sum_end(cluster);
 
   float next_rstd = load_rstd(p, rows.first, rows.group), sums[kVectors][N] = {};
   int turn = 0, stage = 0;
 #pragma unroll 1
   for (int64_t row = rows.first; rows.go_on(p, row); row += rows.step) {
-    start(row + (kGatedNormStages - 1) * rows.step, stage == 0 ? kGatedNormStages - 1 : stage - 1);
     const float rstd = next_rstd;
     next_rstd = load_rstd(p, row + rows.step, rows.group);
     cp_async_wait_group(kGatedNormStages - 1);
+    if constexpr (kAnywhere) staged.join(row);
 
     const GatedGroup group(p, row, rows.group);
     float a[kVectors][N], slopes[kVectors][N], dot[1] = {};
@@ -232,9 +223,9 @@ __global__ void __launch_bounds__(kGatedNormBackwardThreads, 1)
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         float grad_out[N], x[N], t[N];
-        stages.read(stage, 0, j, grad_out);
-        stages.read(stage, 1, j, x);
-        stages.read(stage, 2, j, a[j]);
+        staged.template read<T, 0>(j).to_floats(grad_out);
+        staged.template read<T, 1>(j).to_floats(x);
+        staged.template read<T, 2>(j).to_floats(a[j]);
         gated_terms<T>(kind, rstd, grad_out, x, a[j], slopes[j], t);
         dot[0] += weighted_sum(t, weight[j]);
 #pragma unroll
@@ -242,34 +233,51 @@ __global__ void __launch_bounds__(kGatedNormBackwardThreads, 1)
       }
     }
     if (p.grad_x != nullptr || p.grad_gate != nullptr) {
-      row_sum<true>(dot, 1, scratch, turn);
+      row_sum<true>(dot, cluster, scratch, turn);
       ++turn;
       const float mean = mean_of_group(dot[0], p.dim);
+      // NOTE: lanes store together where groups start anywhere.
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         float grad_out[N], x[N];
-        if (column_of(j) >= group.dim) continue;
-        stages.read(stage, 0, j, grad_out);
-        stages.read(stage, 1, j, x);
+        if (kAligned && column_of(j) >= group.dim) continue;
+        staged.template read<T, 0>(j).to_floats(grad_out);
+        staged.template read<T, 1>(j).to_floats(x);
         gated_gradients(kind, rstd, mean, grad_out, weight[j], a[j], x, slopes[j]);
-        if (p.grad_x != nullptr)
-          Vector<T, N>::from_floats(x).store(group.out<T>(p.grad_x) + column_of(j));
-        if (p.grad_gate != nullptr)
-          Vector<T, N>::from_floats(slopes[j]).store(group.out<T>(p.grad_gate) + column_of(j));
+        if (p.grad_x != nullptr) {
+          store_vector<kAligned>(Vector<T, N>::from_floats(x), group.out<T>(p.grad_x), column_of(j),
+                                 group.dim);
+        }
+        if (p.grad_gate != nullptr) {
+          store_vector<kAligned>(Vector<T, N>::from_floats(slopes[j]), group.out<T>(p.grad_gate),
+                                 column_of(j), group.dim);
+        }
       }
     }
-    stage = stage + 1 == kGatedNormStages ? 0 : stage + 1;
+    start(row + kGatedNormStages * rows.step);
+    const bool last = ++stage == kGatedNormStages;
+    staged.advance(last ? 1 - kGatedNormStages : 1);
+    if (last) stage = 0;
   }
   launch_dependents();
   if (p.partials == nullptr) return;
 
   // Add up the rows of the block, in order.
   float* partial = p.partials + (int64_t{rows.share} * p.groups + rows.group) * p.dim;
+  const auto write = [&](int column, const auto& sum) {
+    constexpr int kWidth = static_cast<int>(sizeof(sum) / sizeof(sum[0]));
+    if constexpr (kAligned) {
+      if (column < dim) Vector<float, kWidth>::from_floats(sum).store(partial + column);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        if (column + k < dim) partial[column + k] = sum[k];
+      }
+    }
+  };
   if (blockDim.y == 1) {
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      if (column_of(j) < dim) Vector<float, N>::from_floats(sums[j]).store(partial + column_of(j));
-    }
+    for (int j = 0; j < kVectors; ++j) write(column_of(j), sums[j]);
     return;
   }
   float* of_rows = reinterpret_cast<float*>(dynamic_memory);  // [row][column]
@@ -285,7 +293,7 @@ __global__ void __launch_bounds__(kGatedNormBackwardThreads, 1)
   for (int c = thread * kWidth; c < dim; c += blockDim.x * blockDim.y * kWidth) {
     float sum[kWidth];
     add_block_rows(of_rows + c, width, sum);
-    Vector<float, kWidth>::from_floats(sum).store(partial + c);
+    write(c, sum);
   }
 }
 
@@ -294,7 +302,7 @@ __global__ void __launch_bounds__(kGatedNormBackwardThreads, 1)
     gated_rms_norm_backward_streamed_kernel(const GatedRmsNormBackward p) {
   constexpr int N = 16 / sizeof(T);
   __shared__ RowSumScratch<1> scratch[2];
-  const GatedRows rows(p);
+  const GatedRows rows(p, 1);
   const AnyGate kind(p);
   const int dim = static_cast<int>(p.dim), step = static_cast<int>(blockDim.x) * N;
   float* partial = p.partials;
@@ -341,8 +349,8 @@ __global__ void __launch_bounds__(kGatedNormBackwardThreads, 1)
         for (int output = 0; output < 2; ++output) {
           void* data = output == 0 ? p.grad_x : p.grad_gate;
           if (data != nullptr) {
-            store<false>(Vector<T, N>::from_floats(x), group.out<T>(data), column, group.dim,
-                         column < group.dim);
+            store_vector<false>(Vector<T, N>::from_floats(x), group.out<T>(data), column,
+                                group.dim);
           }
 #pragma unroll
           for (int k = 0; k < N; ++k) x[k] = slopes[k];
@@ -359,30 +367,40 @@ __global__ void __launch_bounds__(kGatedNormBackwardThreads, 1)
 
 // ---- launchers ----
 
-// f(the type of the gate of kernels that hold a group).
+// f(the type of the gate, whether groups may start anywhere) of kernels that hold a group.
 template <typename Params, typename F>
-auto with_gate(const Params& p, const F& f) {
-  if (p.activation != NormGate::silu) return f(TypeTag<AnyGate>{});
-  return p.norm_first ? f(TypeTag<SiluGate<true>>{}) : f(TypeTag<SiluGate<false>>{});
+auto with_gate(const Params& p, const GatedRmsNormPolicy& policy, const F& f) {
+  const std::false_type aligned;
+  if (policy.anywhere) return f(TypeTag<AnyGate>{}, std::true_type{});
+  if (p.activation != NormGate::silu) return f(TypeTag<AnyGate>{}, aligned);
+  return p.norm_first ? f(TypeTag<SiluGate<true>>{}, aligned)
+                      : f(TypeTag<SiluGate<false>>{}, aligned);
+}
+
+template <typename Kernel, typename... Args>
+gpuError launch_groups(Kernel kernel, const GatedRmsNormPolicy& policy, int shared_bytes,
+                       gpuStream stream, const Args&... args) {
+  return gpu_launch(kernel, dim3(static_cast<unsigned>(policy.blocks * policy.cluster)),
+                    dim3(policy.threads_per_row, policy.rows_per_block), shared_bytes,
+                    policy.cluster, stream, args...);
 }
 
 }  // namespace
 
 namespace gpu {
 
-const char* gated_rms_norm_forward(const GatedRmsNormForward& p, int /*device*/, void* stream) {
-  const GatedRmsNormPolicy policy = gated_rms_norm_forward_policy(p);
+const char* gated_rms_norm_forward(const GatedRmsNormForward& p, int device, void* raw_stream) {
+  const gpuStream stream = static_cast<gpuStream>(raw_stream);
+  const GatedRmsNormPolicy policy = gated_rms_norm_forward_policy(device_info(device), p);
   return message_of(dispatch_dtype(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    auto kernel = &gated_rms_norm_streamed_kernel<T>;
-    if (!policy.streamed) {
-      kernel = with_gate(p, [](auto gate) {
-        return &gated_rms_norm_forward_kernel<T, typename decltype(gate)::type>;
-      });
-    }
-    return gpu_launch(kernel, dim3(static_cast<unsigned>(policy.blocks)),
-                      dim3(policy.threads_per_row, policy.rows_per_block), 0, 1,
-                      static_cast<gpuStream>(stream), p);
+    if (policy.streamed)
+      return launch_groups(&gated_rms_norm_streamed_kernel<T>, policy, 0, stream, p);
+    return with_gate(p, policy, [&](auto gate, auto anywhere) {
+      using Gate = typename decltype(gate)::type;
+      return launch_groups(&gated_rms_norm_forward_kernel<T, Gate, anywhere>, policy, 0, stream, p,
+                           policy.cluster);
+    });
   }));
 }
 
@@ -393,17 +411,23 @@ int64_t gated_rms_norm_backward_partials(const GatedRmsNormBackward& p, int devi
 const char* gated_rms_norm_backward(const GatedRmsNormBackward& p, int device, void* raw_stream) {
   const gpuStream stream = static_cast<gpuStream>(raw_stream);
   const GatedRmsNormBackwardPolicy policy = gated_rms_norm_backward_policy(device_info(device), p);
+  RowTensors tensors{};
+  tensors.add(p.grad_out, p.grad_out_stride);
+  tensors.add(p.x, p.x_stride);
+  tensors.add(p.gate, p.gate_stride);
+  for (int i = 0; i < tensors.count; ++i)
+    tensors.step[i] =
+        policy.shares * policy.row.rows_per_block * tensors.stride[i] * dtype_size(p.dtype);
   const gpuError error = dispatch_dtype(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    auto kernel = &gated_rms_norm_backward_streamed_kernel<T>;
-    if (!policy.row.streamed) {
-      kernel = with_gate(p, [](auto gate) {
-        return &gated_rms_norm_backward_kernel<T, typename decltype(gate)::type>;
-      });
+    if (policy.row.streamed) {
+      return launch_groups(&gated_rms_norm_backward_streamed_kernel<T>, policy.row, 0, stream, p);
     }
-    return gpu_launch(kernel, dim3(static_cast<unsigned>(policy.row.blocks)),
-                      dim3(policy.row.threads_per_row, policy.row.rows_per_block),
-                      policy.shared_bytes, 1, stream, p);
+    return with_gate(p, policy.row, [&](auto gate, auto anywhere) {
+      using Gate = typename decltype(gate)::type;
+      return launch_groups(&gated_rms_norm_backward_kernel<T, Gate, anywhere>, policy.row,
+                           policy.shared_bytes, stream, p, tensors, policy.row.cluster);
+    });
   });
   if (error != gpuSuccess || p.partials == nullptr) return message_of(error);
   const int64_t columns = p.groups * p.dim;

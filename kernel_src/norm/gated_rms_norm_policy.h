@@ -39,20 +39,39 @@ inline bool is_aligned(const GatedRmsNormBackward& p) {
          aligned_rows(p.grad_gate, p.dim, p.dim, p.dtype);
 }
 
-// Threads of a group, and so the order of its sums, follow from its columns alone. `streamed`: read
-// twice, one vector after the other.
+// Threads of a group, and so the order of its sums, follow from its columns alone. `anywhere`: of
+// the kernel for groups that start anywhere, or are cut over a cluster. `streamed`: read twice, one
+// vector after the other.
 struct GatedRmsNormPolicy {
-  int threads_per_row, rows_per_block;
-  bool streamed;
-  int64_t blocks;
+  int threads_per_row, rows_per_block, cluster;
+  bool anywhere, streamed;
+  int64_t blocks;  // or clusters
 };
 
-inline GatedRmsNormPolicy gated_rms_norm_forward_policy(const GatedRmsNormForward& p) {
+// Of a group of `count` vectors. NOTE: columns of all groups are counted in an int.
+inline GatedRmsNormPolicy gated_rms_norm_row_policy(const DeviceInfo& device, int64_t count,
+                                                    int vectors, int most_threads, bool aligned,
+                                                    int64_t columns) {
   GatedRmsNormPolicy policy{};
-  const int threads =
-      threads_for(ceil_div(p.dim, 16 / dtype_size(p.dtype)), kGatedNormForwardVectors);
-  policy.streamed = !is_aligned(p) || threads > kGatedNormForwardThreads;
-  policy.threads_per_row = std::min(threads, kGatedNormForwardThreads);
+  const int64_t limit = int64_t{most_threads} * vectors;
+  policy.cluster = 1;
+  if (count > limit) policy.cluster = cluster_for(device, count, limit);
+  int64_t block_count = ceil_div(count, policy.cluster);
+  policy.streamed = block_count > limit || columns > (1 << 30);
+  if (policy.streamed) {
+    policy.cluster = 1;
+    block_count = limit;
+  }
+  policy.anywhere = !aligned || policy.cluster > 1;
+  policy.threads_per_row = std::min(threads_for(block_count, vectors), most_threads);
+  return policy;
+}
+
+inline GatedRmsNormPolicy gated_rms_norm_forward_policy(const DeviceInfo& device,
+                                                        const GatedRmsNormForward& p) {
+  GatedRmsNormPolicy policy = gated_rms_norm_row_policy(
+      device, ceil_div(p.dim, 16 / dtype_size(p.dtype)), kGatedNormForwardVectors,
+      kGatedNormForwardThreads, is_aligned(p), p.groups * p.dim);
   policy.rows_per_block =
       policy.threads_per_row > kWarpSize ? 1 : kGatedNormShortThreads / policy.threads_per_row;
   policy.blocks = ceil_div(p.rows, policy.rows_per_block) * p.groups;
@@ -72,16 +91,18 @@ inline GatedRmsNormBackwardPolicy gated_rms_norm_backward_policy(const DeviceInf
   const int vector_size = 16 / dtype_size(p.dtype);
   GatedRmsNormBackwardPolicy policy{};
   GatedRmsNormPolicy& row = policy.row;
-  const int threads = threads_for(ceil_div(p.dim, vector_size), kGatedNormBackwardVectors);
-  // Of a thread: its vectors of the rows under way, and its column sums at the end.
+  // Of a thread: its vectors of the rows under way, and its column sums at the end. Groups that
+  // start anywhere have a vector more in each warp.
+  const int64_t count = ceil_div(p.dim, vector_size);
+  const int width = std::min(threads_for(count, kGatedNormBackwardVectors), kWarpSize);
   const int stages = kGatedNormStages * kGatedNormTensors * kGatedNormBackwardVectors * 16;
   const int sums = kGatedNormBackwardVectors * vector_size * static_cast<int>(sizeof(float));
-  const int bytes = std::max(stages, sums);
+  const int bytes = std::max(stages + stages / width, sums);
   const int most_threads =
       std::min(kGatedNormBackwardThreads,
                (device.max_shared_memory - kGatedNormArrayBytes) / bytes / 32 * 32);
-  row.streamed = !is_aligned(p) || threads > most_threads;
-  row.threads_per_row = std::min(threads, kGatedNormBackwardThreads);
+  row = gated_rms_norm_row_policy(device, count, kGatedNormBackwardVectors, most_threads,
+                                  is_aligned(p), p.groups * p.dim);
   // A group has whole blocks: smaller ones where their number then is a multiple of the groups'.
   int each = 1;
   while (2 * each <= kGatedNormBlocksPerProcessor &&
@@ -89,15 +110,19 @@ inline GatedRmsNormBackwardPolicy gated_rms_norm_backward_policy(const DeviceInf
          each * device.multiprocessors % p.groups != 0) {
     each *= 2;
   }
-  const int64_t blocks = std::max<int64_t>(1, each * device.multiprocessors / p.groups);
+  const int64_t blocks =
+      std::max<int64_t>(1, each * device.multiprocessors / row.cluster / p.groups);
   const int block_threads = (row.streamed ? kGatedNormBackwardThreads : most_threads) / each;
-  const int64_t most_rows = std::max(1, block_threads / row.threads_per_row);
+  const int64_t most_rows = row.cluster > 1 ? 1 : std::max(1, block_threads / row.threads_per_row);
   row.rows_per_block =
       static_cast<int>(std::clamp<int64_t>(ceil_div(p.rows, blocks), 1, most_rows));
   policy.shares = std::min(ceil_div(p.rows, row.rows_per_block), blocks);
   row.blocks = policy.shares * p.groups;
   policy.partials = policy.shares * (row.streamed ? row.rows_per_block : 1);
-  if (!row.streamed) policy.shared_bytes = row.rows_per_block * row.threads_per_row * bytes;
+  if (!row.streamed) {
+    const int of_rows = row.anywhere ? stages + stages / width : stages;
+    policy.shared_bytes = row.rows_per_block * row.threads_per_row * std::max(of_rows, sums);
+  }
   return policy;
 }
 

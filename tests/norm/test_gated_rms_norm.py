@@ -33,7 +33,7 @@ each_style = pytest.mark.parametrize("style", OP.styles)
 @each_style
 @each_dtype
 @on_devices(
-    ((192, 64), (60, 5), (7, 1)),
+    ((192, 64), (60, 5), (7, 1), (2056, 8)),
     ((192, 64), (60, 5), (7, 1), (8192, 1024), (2056, 8), (3072, 1536), (9000, 4500), (4224, 128)),
     names="sizes",
 )
