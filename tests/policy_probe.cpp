@@ -499,6 +499,33 @@ void group_norm_cluster(const DeviceInfo& device, const GroupNormInput& p, Repor
   }
 }
 
+void group_norm_grid(const DeviceInfo& device, const GroupNormInput& p, Report& report) {
+  GroupNormGridPolicy policy{};
+  if (!group_norm_grid_policy(p, device, policy)) return;
+  const int64_t vector = 16 / dtype_size(p.dtype), vectors = p.group_size / vector;
+  const int64_t of_chunk = policy.chunk_vectors, channel = p.positions / vector;
+  expect_legal(report, device, {policy.blocks, 1, kGroupNormGridThreads, 1, policy.shared_bytes, 1},
+               1024);
+  report.expect(policy.blocks <= device.multiprocessors, "more blocks than there are at once");
+  report.expect(policy.chunks <= int64_t{policy.blocks} * policy.stages,
+                "blocks that wait for each other for ever");
+  report.expect(policy.stages >= kGroupNormGridWatchWarps, "a warp that finds no end");
+  report.expect(
+      policy.stages * ((of_chunk + 1) * 16 + kGroupNormGridStateBytes) <= policy.shared_bytes,
+      "stages without memory");
+  report.expect(policy.chunks * of_chunk >= vectors && (policy.chunks - 1) * of_chunk < vectors,
+                "chunks that do not make a group");
+  report.expect(p.positions % vector == 0, "a vector of two channels");
+  report.expect((of_chunk + channel - 2) / channel + 1 <= kGroupNormGridChannels,
+                "channels without room for their weights");
+  GroupNormInput alone = p;
+  alone.samples = 1;
+  GroupNormGridPolicy of_one{};
+  report.expect(group_norm_grid_policy(alone, device, of_one) && of_one.chunks == policy.chunks &&
+                    of_one.chunk_vectors == of_chunk,
+                "the order of a group's sums depends on the number of samples");
+}
+
 void group_norm_backward_in_one(const DeviceInfo& device, const GroupNormInput& p, Report& report) {
   GroupNormPolicy policy{};
   const int64_t vector = 16 / dtype_size(p.dtype);
@@ -561,6 +588,7 @@ void group_norm(const DeviceInfo& device, Report& report) {
             report.expect(parts == 1 || flat.chunk_channels == 1, "planes of a part of each");
           }
           group_norm_cluster(device, p, report);
+          group_norm_grid(device, p, report);
           group_norm_backward_in_one(device, p, report);
           p.channels_last = true;
           group_norm_cluster(device, p, report);

@@ -319,6 +319,18 @@ __device__ __forceinline__ void st_async(float* slot, int rank, float value, uin
       "r"(__float_as_uint(value)), "r"(remote_barrier) : "memory");
 }
 
+// ---- values that blocks of a grid pass on through global memory ----
+
+// NOTE: relaxed. They order no other memory accesses.
+__device__ __forceinline__ uint64_t ld_relaxed_gpu(const uint64_t* source) {
+  uint64_t value = 0;
+  FUSELAGE_SM90_ASM("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(source) : "memory");
+  return value;
+}
+__device__ __forceinline__ void st_relaxed_gpu(uint64_t* target, uint64_t value) {
+  FUSELAGE_SM90_ASM("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(target), "l"(value) : "memory");
+}
+
 // ---- bulk copies ----
 
 // Orders what the thread has read and written in shared memory before bulk copies to there that are
@@ -336,6 +348,24 @@ __device__ __forceinline__ void bulk_copy_async(void* shared, const void* global
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(shared_address(shared)),
       "l"(global), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// The way back. What threads have written to there, each orders with fence_proxy_async before they
+// meet the thread that starts the copy.
+__device__ __forceinline__ void bulk_store_async(void* global, const void* shared, int bytes) {
+  FUSELAGE_SM90_ASM("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+                    "r"(shared_address(shared)), "r"(bytes) : "memory");
+}
+
+// Closes a group of this thread's bulk stores.
+__device__ __forceinline__ void bulk_commit_group() {
+  FUSELAGE_SM90_ASM("cp.async.bulk.commit_group;" :: : "memory");
+}
+
+// Waits until all but the kPending most recent groups have read what they copy.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_group_read() {
+  FUSELAGE_SM90_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 #if !defined(USE_ROCM)

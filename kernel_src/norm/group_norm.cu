@@ -1,7 +1,8 @@
 // The forward of group_norm on the GPU (formulas: norm/group_norm.h).
 //
 // Flat, a small group is read twice by one block, the second time from L1 or L2. What a cluster
-// holds has a kernel of its own (norm/group_norm_cluster.cu). All else takes three kernels:
+// holds has a kernel of its own (norm/group_norm_cluster.cu), and so have flat groups that the
+// whole GPU holds (norm/group_norm_grid.cu). All else takes three kernels:
 //
 //   moments   blocks have a chunk each, and leave its moments of every group in it
 //   combine   a block for each group adds these up, in a fixed order
@@ -285,10 +286,34 @@ gpuError launch_rows(const GroupNormForward& p, const GroupNormPolicy& policy, g
                           Divisor(p.group_channels));
 }
 
-GroupNormPolicy policy_of(const GroupNormInput& p, int device) {
-  GroupNormPolicy policy{};
-  const bool cluster = group_norm_cluster_policy(p, device_info(device), policy);
-  return cluster ? policy : group_norm_forward_policy(p);
+// One kernel that holds a group in a cluster or in the whole GPU, where there is one; otherwise
+// those of this file.
+enum class GroupNormWay { cluster, grid, blocks };
+
+struct GroupNormChoice {
+  GroupNormWay way;
+  GroupNormPolicy policy;
+  GroupNormGridPolicy grid;
+};
+
+GroupNormChoice choice_of(const GroupNormInput& p, int device) {
+  const DeviceInfo info = device_info(device);
+  GroupNormChoice choice{};
+  if (group_norm_cluster_policy(p, info, choice.policy)) {
+    choice.way = GroupNormWay::cluster;
+    return choice;
+  }
+  choice.policy = group_norm_forward_policy(p);
+  choice.way =
+      group_norm_grid_policy(p, info, choice.grid) ? GroupNormWay::grid : GroupNormWay::blocks;
+  return choice;
+}
+
+gpuError launch_blocks(const GroupNormForward& p, const GroupNormPolicy& policy, gpuStream stream) {
+  return dispatch_size(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return p.channels_last ? launch_rows<T>(p, policy, stream) : launch_flat<T>(p, policy, stream);
+  });
 }
 
 }  // namespace
@@ -296,21 +321,29 @@ GroupNormPolicy policy_of(const GroupNormInput& p, int device) {
 namespace gpu {
 
 int64_t group_norm_forward_workspace(GroupNormForward& p, int device) {
-  const GroupNormPolicy policy = policy_of(p, device);
+  const GroupNormChoice choice = choice_of(p, device);
+  const GroupNormPolicy& policy = choice.policy;
   group_norm_set_chunks(p, policy);
-  if (policy.cluster || (!p.channels_last && p.chunks == 1)) return 0;
-  return kGroupNormPartial * p.samples * p.groups * p.chunks * policy.tiles;
+  if (choice.way == GroupNormWay::cluster || (!p.channels_last && p.chunks == 1)) return 0;
+  const int64_t floats = kGroupNormPartial * p.samples * p.groups * p.chunks * policy.tiles;
+  // Enough for either: a launch may be refused.
+  return choice.way == GroupNormWay::grid
+             ? std::max(floats, group_norm_grid_workspace(p, choice.grid))
+             : floats;
 }
 
 const char* group_norm_forward(const GroupNormForward& p, int device, void* raw_stream) {
   if (p.samples * p.groups * p.chunks > kGroupNormMostBlocks) return kGroupNormTooMany;
   const gpuStream stream = static_cast<gpuStream>(raw_stream);
-  const GroupNormPolicy policy = policy_of(p, device);
-  if (policy.cluster) return message_of(launch_group_norm_cluster(p, policy, stream));
-  return message_of(dispatch_size(p.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    return p.channels_last ? launch_rows<T>(p, policy, stream) : launch_flat<T>(p, policy, stream);
-  }));
+  const GroupNormChoice choice = choice_of(p, device);
+  if (choice.way == GroupNormWay::cluster)
+    return message_of(launch_group_norm_cluster(p, choice.policy, stream));
+  if (choice.way == GroupNormWay::grid) {
+    bool refused = false;
+    const gpuError error = launch_group_norm_grid(p, choice.grid, refused, stream);
+    if (!refused) return message_of(error);
+  }
+  return message_of(launch_blocks(p, choice.policy, stream));
 }
 
 }  // namespace gpu

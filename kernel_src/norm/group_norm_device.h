@@ -334,10 +334,15 @@ __device__ __forceinline__ void write_vector(const Vector<T, 16 / sizeof(T)>& ve
 }  // namespace
 
 struct GroupNormPolicy;
+struct GroupNormGridPolicy;
 
 // norm/group_norm_cluster.cu
 gpuError launch_group_norm_cluster(const GroupNormForward& p, const GroupNormPolicy& policy,
                                    gpuStream stream);
+
+// norm/group_norm_grid.cu. `refused`: not launched, as the stream has a part of the GPU alone.
+gpuError launch_group_norm_grid(const GroupNormForward& p, const GroupNormGridPolicy& policy,
+                                bool& refused, gpuStream stream);
 
 // norm/group_norm_backward_cluster.cu
 gpuError launch_group_norm_backward_cluster(const GroupNormBackward& p,

@@ -60,6 +60,27 @@ constexpr int64_t kGroupNormBackwardLeastBytes = 8 * 1024;
 constexpr int64_t kGroupNormBackwardSmallBytes = 64 * 1024;
 constexpr int64_t kGroupNormBackwardChannels = 512;
 
+// Where the shared memory of all multiprocessors holds a flat group (norm/group_norm_grid.cu):
+// warps of a block, by what they do; bytes of a chunk, at most, and channels that one may have a
+// part of; what a stage has besides its chunk; and the part of all stages that a group may have, as
+// a divisor.
+//
+// On an H100, one sample, 32 groups, us with one kernel, with three, and of a copy: bfloat16,
+// (512, 128, 128) 25.2, 25.0 and 14.4, (512, 256, 256) 58.5, 79.1 and 49.4, (256, 512, 512) 104,
+// 147 and 93, with silu 111, 148 and 94, (128, 1024, 1024) 211, 280 and 182, with silu 218, 282
+// and 181; float32, (256, 512, 512) 208, 278 and 181. A group of 16 MB, which has more than half of
+// the stages, holds up the next one: (256, 1024, 1024) 553, 547 and 361. With chunks of 32 KB, the
+// second to the fourth take 57.2, 107 and 217, with 16 KB 63.7, 111 and 208.
+constexpr int kGroupNormGridWatchWarps = 2, kGroupNormGridMomentWarps = 8;
+constexpr int kGroupNormGridApplyWarps = 16;
+constexpr int kGroupNormGridThreads =
+    (2 + kGroupNormGridWatchWarps + kGroupNormGridMomentWarps + kGroupNormGridApplyWarps) *
+    kWarpSize;
+constexpr int64_t kGroupNormGridChunkBytes = 24 * 1024;
+constexpr int kGroupNormGridChannels = 16;
+constexpr int kGroupNormGridStateBytes = 256;
+constexpr int64_t kGroupNormGridShare = 3;
+
 // Blocks are counted in 32 bits.
 constexpr int64_t kGroupNormMostBlocks = (int64_t{1} << 31) - 1;
 constexpr int64_t kGroupNormMostTiles = 65535;  // along y
@@ -195,6 +216,40 @@ inline bool group_norm_cluster_policy(const GroupNormInput& p, const DeviceInfo&
                                       GroupNormPolicy& policy) {
   return device.has_clusters && (p.channels_last ? group_norm_rows_cluster(p, policy)
                                                  : group_norm_flat_cluster(p, policy));
+}
+
+// Blocks that have `stages` chunks each in shared memory at once. A group is cut into `chunks` of
+// `chunk_vectors`, of which the last may have fewer.
+struct GroupNormGridPolicy {
+  int blocks, stages, shared_bytes;
+  int64_t chunks, chunk_vectors;
+};
+
+// Flat, a group beyond a cluster: whether one kernel holds it, and how it is laid out.
+inline bool group_norm_grid_policy(const GroupNormInput& p, const DeviceInfo& device,
+                                   GroupNormGridPolicy& policy) {
+  const int size = dtype_size(p.dtype), vector_size = 16 / size;
+  const int64_t bytes = p.group_size * size, vectors = bytes / 16;
+  if (!device.has_bulk_copy || p.channels_last || p.positions % vector_size != 0 ||
+      bytes <= kGroupNormHeldBytes * kMaxCluster || bytes > INT32_MAX)
+    return false;
+  const int64_t chunk_vectors = ceil_div(vectors, ceil_div(bytes, kGroupNormGridChunkBytes));
+  const int64_t chunks = ceil_div(vectors, chunk_vectors);
+  // Of a chunk, which may start anywhere in a vector.
+  const int64_t stage_bytes = (chunk_vectors + 1) * 16 + kGroupNormGridStateBytes;
+  const int stages = static_cast<int>(device.max_shared_memory / stage_bytes);
+  policy = {device.multiprocessors, stages, static_cast<int>(stages * stage_bytes), chunks,
+            chunk_vectors};
+  // NOTE: the kernel needs chunks <= blocks * stages, or its blocks wait for each other for ever.
+  return stages >= kGroupNormGridWatchWarps &&
+         kGroupNormGridShare * chunks <= int64_t{policy.blocks} * stages &&
+         (kGroupNormGridChannels - 2) * (p.positions / vector_size) >= chunk_vectors;
+}
+
+// Floats of its workspace: mean and squares of each chunk, and a counter of 64 bits.
+inline int64_t group_norm_grid_workspace(const GroupNormInput& p,
+                                         const GroupNormGridPolicy& policy) {
+  return 2 * p.samples * p.groups * policy.chunks + 2;
 }
 
 // Shared memory of a block of a cluster in the backward.

@@ -99,6 +99,12 @@ LARGE_ON_GPU = (
     ((70, 32, 16, 16), 32),
     ((2, 66, 16, 8), 2),
     ((3, 320, 8, 8), 4),
+    # Held by all multiprocessors together: chunks of one channel, of two and of many, the last of
+    # which is short; and more groups than are held at once.
+    ((3, 8, 512, 256), 2),
+    ((2, 9, 500, 424), 3),
+    ((1, 1200, 24, 56), 2),
+    ((2, 128, 256, 512), 32),
 )
 
 
@@ -173,7 +179,7 @@ def test_layouts(fuselage, device, dtype, layout, style):
 @pytest.mark.kernels_ci
 @each_dtype
 @each_order
-@pytest.mark.parametrize("size", [(31, 33), (48, 64)], ids=str)
+@on_devices([(31, 33), (48, 64)], [(31, 33), (48, 64), (256, 264)], names="size")
 def test_bits_do_not_depend_on_alignment(fuselage, device, dtype, last, size):
     """Of `x` and of the gradient; nor on the stride between samples."""
     x, grad_out = (in_order(normal((3, 24, *size), dtype, device), last) for _ in range(2))
@@ -247,7 +253,7 @@ def test_no_worse_than_pytorch(fuselage, device, dtype, last, shape, style):
 
 
 @each_order
-@pytest.mark.parametrize("size", [(5, 7), (80, 96)], ids=str)
+@on_devices([(5, 7), (80, 96)], [(5, 7), (80, 96), (256, 512)], names="size")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_none_stays_in_its_group(fuselage, device, last, size, bad):
     x = normal((2, 8, *size), torch.float32, device)
@@ -260,7 +266,7 @@ def test_a_number_that_is_none_stays_in_its_group(fuselage, device, last, size, 
 
 @each_dtype
 @each_order
-@pytest.mark.parametrize("size", [(33, 35), (64, 96)], ids=str)
+@on_devices([(33, 35), (64, 96)], [(33, 35), (64, 96), (512, 512)], names="size")
 def test_values_that_are_all_alike(fuselage, device, dtype, last, size):
     inputs = OP.inputs((2, 8, *size), dtype, device)
     inputs["x"] = in_order(torch.full_like(inputs["x"], 3.3), last)
@@ -280,6 +286,7 @@ def test_values_that_are_all_alike(fuselage, device, dtype, last, size):
         ((3, 64, 32, 48), 4),
         ((40, 64, 64, 64), 8),
         ((3, 32, 512, 509), 4),
+        ((3, 8, 512, 264), 2),
     ),
     names="sizes",
 )
@@ -353,15 +360,32 @@ def test_more_than_2_31_elements(fuselage, device, half, last):
 
 
 @each_order
-def test_cuda_graphs(fuselage, device, last):
-    if device == "cpu":
-        return
-    x = in_order(normal((2, 64, 64, 96), torch.bfloat16, device), last)
+@on_devices([], [(64, 96), (512, 264)], names="size")
+def test_cuda_graphs(fuselage, device, last, size):
+    x = in_order(normal((2, 64, *size), torch.bfloat16, device), last)
     call = lambda: (fuselage.group_norm(x, 8, activation="silu"),)  # noqa: E731
     graph, (out,) = captured_by_a_graph(call)
     x.copy_(normal(x.shape, torch.bfloat16, device))
     graph.replay()
     assert_same_bits(out, call()[0], "out")
+
+
+@on_devices([], [torch.bfloat16, torch.float32], names="dtype")
+def test_streams_that_run_at_once(fuselage, device, dtype):
+    """Kernels that want all multiprocessors do not wait for each other's blocks."""
+    x = normal((2, 16, 512, 264), dtype, device)
+    call = lambda: fuselage.group_norm(x, 4, activation="silu")  # noqa: E731
+    expected = call()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    found = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(call())
+    torch.cuda.synchronize()
+    for out in found:
+        assert_same_bits(out, expected, "out")
 
 
 # What is refused
