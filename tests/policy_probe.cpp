@@ -507,6 +507,7 @@ void group_norm_grid(const DeviceInfo& device, const GroupNormInput& p, Report& 
   expect_legal(report, device, {policy.blocks, 1, kGroupNormGridThreads, 1, policy.shared_bytes, 1},
                1024);
   report.expect(policy.blocks <= device.multiprocessors, "more blocks than there are at once");
+  report.expect(p.groups * policy.chunks >= policy.blocks, "blocks that depend on the samples");
   report.expect(policy.chunks <= int64_t{policy.blocks} * policy.stages,
                 "blocks that wait for each other for ever");
   report.expect(policy.stages >= kGroupNormGridWatchWarps, "a warp that finds no end");

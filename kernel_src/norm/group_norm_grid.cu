@@ -41,7 +41,7 @@ constexpr int kCopyWarp = 1, kFirstWatchWarp = 2, kFirstMomentWarp = kFirstWatch
 constexpr int kFirstApplyWarp = kFirstMomentWarp + kMomentWarps;
 
 // What is in the place of moments that are not there yet. NOTE: no moments have these bits: squares
-// are without a sign.
+// are kept without their sign.
 constexpr uint64_t kNoMoments = ~uint64_t{0};
 
 struct GridParams {
@@ -253,7 +253,7 @@ __device__ __forceinline__ void publish(const GroupNormForward& p, const GridPar
     if (lane == 0) {
       st_relaxed_gpu(
           partials + chunk.item,
-          static_cast<uint64_t>(__float_as_uint(fabsf(m.squares))) << 32 | __float_as_uint(m.mean));
+          uint64_t{__float_as_uint(m.squares) & 0x7fffffffu} << 32 | __float_as_uint(m.mean));
     }
   });
 }
@@ -446,7 +446,7 @@ gpuError launch_group_norm_grid(const GroupNormForward& p, const GroupNormGridPo
   const GridParams grid{Divisor(policy.chunks), Divisor(p.groups),
                         p.samples * p.groups * policy.chunks, policy.stages,
                         static_cast<int>(policy.chunk_vectors)};
-  const dim3 blocks(static_cast<unsigned>(std::min<int64_t>(policy.blocks, grid.items)));
+  const dim3 blocks(static_cast<unsigned>(policy.blocks));
   return dispatch_size(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return gpu_launch_cooperative(refused, &group_norm_grid_kernel<T>, blocks,

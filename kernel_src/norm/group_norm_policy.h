@@ -225,7 +225,9 @@ struct GroupNormGridPolicy {
   int64_t chunks, chunk_vectors;
 };
 
-// Flat, a group beyond a cluster: whether one kernel holds it, and how it is laid out.
+// Flat, a group beyond a cluster: whether one kernel holds it, and how it is laid out. A sample has
+// chunks for all blocks: with fewer blocks for few samples, a part of a GPU might have room for
+// them, and not for those of more samples, whose sums would then have another order.
 inline bool group_norm_grid_policy(const GroupNormInput& p, const DeviceInfo& device,
                                    GroupNormGridPolicy& policy) {
   const int size = dtype_size(p.dtype), vector_size = 16 / size;
@@ -241,7 +243,7 @@ inline bool group_norm_grid_policy(const GroupNormInput& p, const DeviceInfo& de
   policy = {device.multiprocessors, stages, static_cast<int>(stages * stage_bytes), chunks,
             chunk_vectors};
   // NOTE: the kernel needs chunks <= blocks * stages, or its blocks wait for each other for ever.
-  return stages >= kGroupNormGridWatchWarps &&
+  return stages >= kGroupNormGridWatchWarps && p.groups * chunks >= policy.blocks &&
          kGroupNormGridShare * chunks <= int64_t{policy.blocks} * stages &&
          (kGroupNormGridChannels - 2) * (p.positions / vector_size) >= chunk_vectors;
 }

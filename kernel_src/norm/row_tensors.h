@@ -56,7 +56,7 @@ struct RowBackward {
   }
 };
 
-// How its shared memory is laid out: [statistics of each stage][factors][stages][outputs].
+// How its shared memory is laid out: [statistics of each stage][factors][stages].
 struct RowBackwardLayout {
   int cluster, stages, statistics_bytes, factor_bytes;
 };

@@ -101,7 +101,7 @@ LARGE_ON_GPU = (
     ((3, 320, 8, 8), 4),
     # Held by all multiprocessors together: chunks of one channel, of two and of many, the last of
     # which is short; and more groups than are held at once.
-    ((3, 8, 512, 256), 2),
+    ((3, 16, 512, 256), 4),
     ((2, 9, 500, 424), 3),
     ((1, 1200, 24, 56), 2),
     ((2, 128, 256, 512), 32),
@@ -286,7 +286,7 @@ def test_values_that_are_all_alike(fuselage, device, dtype, last, size):
         ((3, 64, 32, 48), 4),
         ((40, 64, 64, 64), 8),
         ((3, 32, 512, 509), 4),
-        ((3, 8, 512, 264), 2),
+        ((3, 16, 512, 264), 4),
     ),
     names="sizes",
 )
