@@ -239,7 +239,7 @@ struct ShiftedStages {
 #pragma unroll
     for (int i = 1; i < kTensors; ++i)
       next[i] = reinterpret_cast<const char*>(tensors.row<T>(i, first_row, columns.first_column));
-    // Columns past the end are zero in every stage: nothing is copied there later.
+    // Blocks that no row reaches are zero in every stage: nothing is copied there later.
     for (int i = thread(); i < stages * stage_bytes() / 16; i += threads)
       static_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
