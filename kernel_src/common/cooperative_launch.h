@@ -1,6 +1,7 @@
 // Launches of kernels whose blocks wait for each other. NVIDIA GPUs alone.
 #pragma once
 
+#include "common/driver_function.h"
 #include "common/gpu_compat.h"
 
 #if !defined(USE_ROCM) && defined(__CUDACC__)
@@ -17,15 +18,8 @@ inline bool gpu_captures_in_green_context(gpuStream stream) {
     return false;
   }
   if (status == cudaStreamCaptureStatusNone) return false;
-  // The driver's function, without linking to the driver. One that has none has no green contexts.
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult query = cudaDriverEntryPointSymbolNotFound;
-  if (cudaGetDriverEntryPointByVersion("cuStreamGetGreenCtx", &found, 12040, cudaEnableDefault,
-                                       &query) != cudaSuccess ||
-      query != cudaDriverEntryPointSuccess) {
-    static_cast<void>(gpuGetLastError());
-    return false;
-  }
+  void* const found = gpu_driver_function("cuStreamGetGreenCtx", 12040);
+  if (found == nullptr) return false;  // and no green contexts
   void* context = nullptr;
   return reinterpret_cast<int (*)(gpuStream, void**)>(found)(stream, &context) != 0 ||
          context != nullptr;

@@ -58,6 +58,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "common/driver_function.h"
 #include "common/launch_policy.h"
 #include "sample/lm_head_sm90_bounds.h"
 #include "sample/lm_head_sm90_consumer.h"
@@ -152,19 +153,10 @@ using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, 
                                  const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                                  CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// The driver's function, without linking to the driver; null if the driver has none.
+// Null if the driver has none.
 EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult status = cudaDriverEntryPointSymbolNotFound;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
-                                         &status) != cudaSuccess ||
-        status != cudaDriverEntryPointSuccess) {
-      static_cast<void>(cudaGetLastError());
-      found = nullptr;
-    }
-    return reinterpret_cast<EncodeTiled>(found);
-  }();
+  static const EncodeTiled function =
+      reinterpret_cast<EncodeTiled>(gpu_driver_function("cuTensorMapEncodeTiled", 12000));
   return function;
 }
 
