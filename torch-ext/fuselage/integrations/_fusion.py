@@ -177,14 +177,7 @@ class _Fusion:
 
     def call_of(self, node: ast.expr, children) -> Optional[tuple[ast.expr, ast.expr]]:
         """`self.child` and `x` of `self.child(x)`, of one of these."""
-        if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1:
-            return None
-        function = node.func
-        if not isinstance(function, ast.Attribute) or function.attr not in children:
-            return None
-        of_self = isinstance(function.value, ast.Name) and function.value.id == self.self_name
-        starred = isinstance(node.args[0], ast.Starred)
-        return (function, node.args[0]) if of_self and not starred else None
+        return _source.called(node, children, self.self_name)
 
     def modulating(self, name: str) -> Optional[bool]:
         """Makes a helper of a method that modulates its first argument, which is then a function of

@@ -5,7 +5,8 @@
     h = self.act(self.norm(x))         -> likewise
 
 The norm may be at the end of a branch, as in the residual blocks of diffusers: what stands after a
-condition then moves to the end of each of its branches, where it runs just the same.
+condition then moves to the end of each of its branches, where it runs just the same. The same
+forwards have convolutions and additions, which _convs.py fuses.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from ..group_norm import group_norm
 from . import _source
+from ._convs import HELPERS, fuse_residuals, names_of_convs
 from ._group_norms import GROUP_NORM, taken
 from ._norms import parameter
 from ._patch import Found, Match, listened_to, marked, replacement_of
@@ -57,14 +59,16 @@ def recognise_group_norm_act(module: torch.nn.Module) -> Found:
     plain = inspect.unwrap(forward)
     if str(getattr(plain, "__module__", "")).startswith("torch."):
         return None
-    function = _fused_forward(plain, norms, acts)
+    function = _fused_forward(plain, norms, acts, names_of_convs(module))
     if function is None:
         return None
     return Match(GROUP_NORM_ACT, function) if plain is forward else "a decorator wraps its forward"
 
 
 @cache
-def _fused_forward(forward: Callable, norms: frozenset, acts: frozenset) -> Optional[Callable]:
+def _fused_forward(
+    forward: Callable, norms: frozenset, acts: frozenset, convs: frozenset
+) -> Optional[Callable]:
     definition = _source.read(forward)
     if definition is None:
         return None
@@ -72,7 +76,8 @@ def _fused_forward(forward: Callable, norms: frozenset, acts: frozenset) -> Opti
     fusion.fuse(definition)
     if not fusion.count:
         return None
-    function = _source.function_of(definition, {_HELPER: group_norm_act}, forward)
+    fuse_residuals(definition, convs)
+    function = _source.function_of(definition, {_HELPER: group_norm_act, **HELPERS}, forward)
     return marked(GROUP_NORM_ACT, function)
 
 
@@ -96,13 +101,8 @@ class _Fusion:
 
     def _called(self, node: Optional[ast.AST], names: frozenset) -> Optional[ast.expr]:
         """The argument of `self.name(argument)`."""
-        if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1:
-            return None
-        function = node.func
-        if not isinstance(function, ast.Attribute) or function.attr not in names:
-            return None
-        of_self = isinstance(function.value, ast.Name) and function.value.id == self.self_name
-        return node.args[0] if of_self and not isinstance(node.args[0], ast.Starred) else None
+        found = _source.called(node, names, self.self_name)
+        return None if found is None else found[1]
 
     def _activated(self, statement: ast.stmt) -> Optional[str]:
         """The name of `h = self.act(h)`."""

@@ -171,6 +171,18 @@ def assigned(statement: ast.stmt) -> Optional[tuple[str, ast.expr]]:
     return None
 
 
+def called(node: Optional[ast.AST], names, self_name: str) -> Optional[tuple[ast.expr, ast.expr]]:
+    """`self.child` and `x` of `self.child(x)`, of a child with one of these names."""
+    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1:
+        return None
+    function = node.func
+    if not isinstance(function, ast.Attribute) or function.attr not in names:
+        return None
+    of_self = isinstance(function.value, ast.Name) and function.value.id == self_name
+    starred = isinstance(node.args[0], ast.Starred)
+    return (function, node.args[0]) if of_self and not starred else None
+
+
 def is_simple(statement: ast.stmt) -> bool:
     """Whether it has no other statements inside."""
     return isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return, ast.Pass))

@@ -13,6 +13,7 @@ from typing import Optional
 
 import torch
 
+from ._convs import recognise_conv
 from ._feed_forwards import recognise_feed_forward
 from ._fusion import recognise_fusion
 from ._gates import (
@@ -29,6 +30,7 @@ from ._patch import Report, patch_modules, unpatch_modules
 from ._rotary import recognise_rotary_attention
 from ._rotary_processor import recognise_rotary_processor
 from ._signatures import recognise_signature
+from ._upsampling import recognise_upsampling
 
 __all__ = ["Report", "patch", "unpatch"]
 
@@ -39,10 +41,11 @@ PARTS = (
     recognise_projected_gate,
     recognise_norm,
     recognise_group_norm,
+    recognise_conv,
     recognise_activation,
     recognise_rotary_attention,
 )
-BLOCKS = (recognise_fusion, recognise_group_norm_act)
+BLOCKS = (recognise_fusion, recognise_group_norm_act, recognise_upsampling)
 BODIES = (recognise_rotary_processor,)  # which asks what became of the norms
 
 
