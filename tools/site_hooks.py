@@ -23,7 +23,7 @@ OUTSIDE = {
     "RELEASING.md": "releasing.md",
     "SECURITY.md": "security.md",
     "benchmarks/results/README.md": "results.md",
-    "benchmarks/results/nvidia-h200.png": "nvidia-h200.png",
+    "benchmarks/results/nvidia-h100-80gb-hbm3.png": "nvidia-h100-80gb-hbm3.png",
 }
 LINK = r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)"
 FOLDERS = {"benchmarks/results": "results.md"}  # which GitHub shows by their README
