@@ -252,6 +252,16 @@ def test_what_is_left_to_pytorch(integration, fuselage, convs, monkeypatch, chan
             assert_close(ours.grad, theirs.grad)
 
 
+def test_what_pytorch_refuses(integration, convs):
+    """A bias of another dtype than the weight, which `bias_act_` would take."""
+    model, x = block(torch.bfloat16)
+    model.conv.bias = nn.Parameter(model.conv.bias.float())
+    integration.patch(model)
+    for call in (model, model.conv):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="type"):
+            call(x)
+
+
 def test_which_convolutions(integration, convs):
     class Other(nn.Conv2d):
         pass

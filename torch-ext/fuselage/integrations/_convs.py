@@ -44,10 +44,10 @@ def recognise_conv(module: torch.nn.Module) -> Found:
 
 def _taken(conv: torch.nn.Conv2d, x: torch.Tensor) -> bool:
     """Whether the bias is for us to add: of large images that are channels last, for inference."""
-    if not is_large_image(x):
+    if not is_large_image(x) or x.dtype not in _probe.DTYPES:
         return False
     tensors = (x, conv.weight, conv.bias)
-    if any(t is None or t.device != x.device or t.dtype not in _probe.DTYPES for t in tensors):
+    if any(t is None or t.device != x.device or t.dtype != x.dtype for t in tensors):
         return False
     if not all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors):
         return False
