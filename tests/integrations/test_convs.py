@@ -123,7 +123,7 @@ def test_ways(integration, fuselage, convs, how, scale):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_bits_of_a_convolution(integration, fuselage, convs, dtype):
     """Those of PyTorch's, which adds the bias to a rounded result on a GPU."""
-    conv = nn.Conv2d(3, 5, 3, stride=2, padding=1, padding_mode="reflect").to(dtype)
+    conv = nn.Conv2d(3, 5, 3, stride=2, padding=1, padding_mode="reflect").eval().to(dtype)
     x = channels_last(torch.randn(2, 3, 8, 9, dtype=dtype))
     with torch.no_grad():
         flat = conv(x.contiguous())
@@ -202,7 +202,7 @@ def test_hooks_around_a_convolution_run(integration, fuselage, convs):
     "change",
     ["gradients", "gradient of the residual", "residual of another layout", "of another shape",
      "of another dtype", "channels first", "float64", "small", "no bias", "bias gone", "autocast",
-     "compiled"],
+     "compiled", "training"],
 )  # fmt: skip
 def test_what_is_left_to_pytorch(integration, fuselage, convs, monkeypatch, change):
     model, x = block(bias=change != "no bias")
@@ -221,6 +221,8 @@ def test_what_is_left_to_pytorch(integration, fuselage, convs, monkeypatch, chan
         model, plain, x = model.double(), plain.double(), x.double()
     if change == "bias gone":
         model.conv.bias = plain.conv.bias = None
+    if change == "training":
+        model.train()
     if change == "channels first":
         x = x.contiguous()
     if change == "compiled":

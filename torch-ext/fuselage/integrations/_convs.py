@@ -43,8 +43,11 @@ def recognise_conv(module: torch.nn.Module) -> Found:
 
 
 def _taken(conv: torch.nn.Conv2d, x: torch.Tensor) -> bool:
-    """Whether the bias is for us to add: of large images that are channels last, for inference."""
-    if not is_large_image(x) or x.dtype not in _probe.DTYPES:
+    """Whether the bias is for us to add: of large images that are channels last, for inference.
+
+    NOTE: a checkpointed forward of a training step runs without gradients first, then with them.
+    """
+    if conv.training or not is_large_image(x) or x.dtype not in _probe.DTYPES:
         return False
     tensors = (x, conv.weight, conv.bias)
     if any(t is None or t.device != x.device or t.dtype != x.dtype for t in tensors):
