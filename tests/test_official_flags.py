@@ -143,7 +143,7 @@ def test_what_links_is_the_same_in_the_same_order(backend: str, tmp_path: Path):
 
 def test_gpu_code_is_that_of_a_release_where_it_is_asked_for(tmp_path: Path):
     """Otherwise PTX is shared, which halves the time, and is not kept: docs/design-decisions.md."""
-    archs = ["7.5", "8.0", "8.6", "8.9", "9.0+PTX", "10.0", "12.0+PTX"]
+    archs = ["7.5", "8.0", "8.6", "9.0+PTX", "10.0", "12.0+PTX"]
     (unit,) = [
         unit
         for unit in plan(load(REPO_DIR), "cuda", tools(tmp_path), None, OPS, shared_ptx=False)
@@ -155,7 +155,6 @@ def test_gpu_code_is_that_of_a_release_where_it_is_asked_for(tmp_path: Path):
         "arch=compute_75,code=[sm_75]",
         "arch=compute_80,code=[sm_80]",
         "arch=compute_86,code=[sm_86]",
-        "arch=compute_89,code=[sm_89]",
         "arch=compute_90,code=[sm_90,compute_90]",
         "arch=compute_100,code=[sm_100]",
         "arch=compute_120,code=[sm_120,compute_120]",
