@@ -131,19 +131,19 @@ def names_of_convs(module: torch.nn.Module) -> frozenset:
     return frozenset(n for n, m in children if m is not None and replacement_of(m) == CONV)
 
 
-def fuse_residuals(definition: ast.FunctionDef, convs: frozenset) -> int:
-    """Rewrites each addition of what one of `convs` gave; returns how many there are."""
-    self_name, count = definition.args.args[0].arg, 0
+def fuse_residuals(definition: ast.FunctionDef, convs: frozenset) -> None:
+    """Rewrites each addition of what one of `convs` gave."""
+    self_name = definition.args.args[0].arg
     for body in bodies_of(definition.body):
         statements = Statements(body, counted(definition), self_name)
         for j, statement in enumerate(statements.statements):
             if _source.is_simple(statement):
-                count += _fuse_residual(statements, j, convs)
+                _fuse_residual(statements, j, convs)
         statements.finish()
-    return count
 
 
-def _fuse_residual(statements: Statements, j: int, convs: frozenset) -> bool:
+def _fuse_residual(statements: Statements, j: int, convs: frozenset) -> None:
+    """The outermost one in statement j."""
     for node in _source.evaluated_once(statements.statements[j]):
         divides = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
         added = node.left if divides else node
@@ -161,5 +161,4 @@ def _fuse_residual(statements: Statements, j: int, convs: frozenset) -> bool:
             statements.rewrite(k, _source.Replaced(call, apart).visit(statements.statements[k]))
             for i in (j, k):
                 ast.fix_missing_locations(statements.statements[i])
-            return True
-    return False
+            return
