@@ -3,6 +3,8 @@
 // are used, in pairs where the GPU has an instruction for two.
 #pragma once
 
+#include <type_traits>
+
 #include "common/gpu_compat.h"
 #include "common/ptx.h"
 
@@ -149,6 +151,8 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
   static constexpr int kBytes = N * static_cast<int>(sizeof(T));
   static constexpr int kAlignment = kBytes < 16 ? kBytes : 16;
   static constexpr int kWords = kBytes / 4;
+  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;  // of an element
+  static constexpr int kElementBits = 8 * static_cast<int>(sizeof(T));
   static_assert(kBytes % 4 == 0 && (kBytes <= 16 || kBytes % 16 == 0),
                 "a vector is 4, 8 or k * 16 bytes");
 
@@ -333,18 +337,26 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
   // zero. NOTE: inlined, though it is rare and much code. A call in their place came with 5 to 15%
   // more time for rows of 4097 columns on an H200.
   static __device__ __forceinline__ Vector load_elements(const T* row, int column, int dim) {
-    float values[N];
+    Vector v;
 #pragma unroll
-    for (int k = 0; k < N; ++k) values[k] = column + k < dim ? to_float(row[column + k]) : 0.0f;
-    return from_floats(values);
+    for (int i = 0; i < kWords; ++i) {
+      v.words[i] = 0;
+#pragma unroll
+      for (int k = 0; k < Traits::kElements; ++k) {
+        const int at = column + i * Traits::kElements + k;
+        if (at < dim) v.words[i] |= uint32_t{bits_as<Bits>(row[at])} << k * kElementBits;
+      }
+    }
+    return v;
   }
   static __device__ __forceinline__ void store_elements(const Vector vector, T* row, int column,
                                                         int dim) {
-    float values[N];
-    vector.to_floats(values);
 #pragma unroll
-    for (int k = 0; k < N; ++k) {
-      if (column + k < dim) row[column + k] = from_float<T>(values[k]);
+    for (int i = 0; i < N; ++i) {
+      const uint32_t word = vector.words[i / Traits::kElements];
+      if (column + i < dim)
+        row[column + i] =
+            bits_as<T>(static_cast<Bits>(word >> i % Traits::kElements * kElementBits));
     }
   }
 

@@ -227,7 +227,7 @@ struct AdaNormBackwardOp {
     if (p.grad_x != nullptr) store(0, p.grad_x, grad);
   }
 
-  template <bool kAligned, int N>
+  template <bool kAligned, bool kStreamed, int N>
   static __device__ __forceinline__ void column_terms(const Params& p, const RowBackward& launch,
                                                       int64_t row, int column,
                                                       const float (&grad_out)[N],
@@ -245,7 +245,7 @@ struct AdaNormBackwardOp {
       sums[0][k] += a;
       sums[1][k] = fmaf(a, xhat[k], sums[1][k]);
     }
-    if constexpr (kResidual) {
+    if constexpr (kResidual && kStreamed) {
       if (!p.sums_gate) return;
       float grad[N], other[N];
       load_values<kAligned>(Values(p.weight.data, p.weight.dtype), column, dim, 1.0f, other);

@@ -26,7 +26,7 @@ inline AdaNormParams ada_norm_params(const AdaNormForward& given) {
     p.scale = {p.weight.data, 0, 1, p.weight.dtype};
     p.shift = {p.bias.data, 0, 1, p.bias.dtype};
     p.weight.data = p.bias.data = nullptr;
-    if (p.scale.data != nullptr) p.scale_offset = 0.0f;
+    if (p.scale.data != nullptr) p.scale_offset = -0.0f;  // which leaves -0, too, as it is
   }
   if (p.weight.data == nullptr && p.bias.data == nullptr && p.scale.data != nullptr &&
       p.shift.data != nullptr && p.scale.dtype == p.shift.dtype)
@@ -174,7 +174,7 @@ struct AdaNormOp {
   };
 
   // out = xhat * (1 + scale) + shift, or without the 1, where there are both, of type U, and
-  // nothing else.
+  // nothing else. kOne: which, where rows are aligned; others have one kind for both.
   template <typename U>
   struct Pair {
     Vector<U, N> scale, shift;
@@ -186,12 +186,15 @@ struct AdaNormOp {
     // NOTE: of float32 some registers would be spilled.
     static constexpr bool kRare = false, kTogether = !kAligned && sizeof(U) < sizeof(float);
     const U *scale, *shift;
+    float offset;
 
     static __device__ __forceinline__ bool fits(const Params& p) {
       return p.pair == (std::is_same_v<U, T> ? ColumnPair::of_x : ColumnPair::of_float32);
     }
     __device__ __forceinline__ Columns(const Params& p, int64_t row)
-        : scale(row_of(p.scale, row)), shift(row_of(p.shift, row)) {}
+        : scale(row_of(p.scale, row)),
+          shift(row_of(p.shift, row)),
+          offset(kAligned ? (kOne ? 1.0f : -0.0f) : p.scale_offset) {}
     // As modulation_of, of a known type.
     static __device__ __forceinline__ const U* row_of(const Modulation& m, int64_t row) {
       const U* data = static_cast<const U*>(m.data);
@@ -222,8 +225,7 @@ struct AdaNormOp {
       loaded.scale.to_floats(factors);
       loaded.shift.to_floats(other);
 #pragma unroll
-      for (int k = 0; k < N; ++k)
-        values[k] = fmaf(values[k], kOne ? 1.0f + factors[k] : factors[k], other[k]);
+      for (int k = 0; k < N; ++k) values[k] = fmaf(values[k], offset + factors[k], other[k]);
       return Vector<T, N>::from_floats(values);
     }
   };
@@ -279,15 +281,13 @@ struct AdaNormOp {
     }
   };
 
-  // NOTE: unaligned rows that are short, or of float32, are too rare for more than two kinds.
-  template <bool kAligned, int kRows, typename F>
+  template <bool kAligned, typename F>
   static __device__ __forceinline__ void with_columns(const Params& p, F&& f) {
-    constexpr bool kBoth = kAligned || (PackedColumns<kAligned>::kTogether && kRows == 1);
-    if (PackedColumns<kAligned>::fits(p) && (kBoth || p.scale_offset == 0.0f)) {
-      if (!kBoth || p.scale_offset == 0.0f) {
-        f(ColumnsTag<Columns<T, false, kAligned>>{});
+    if (PackedColumns<kAligned>::fits(p)) {
+      if (kAligned && p.scale_offset == 0.0f) {
+        f(ColumnsTag<Columns<T, false>>{});
       } else {
-        f(ColumnsTag<Columns<T, true, kAligned>>{});
+        f(ColumnsTag<PackedColumns<kAligned>>{});
       }
     } else if (kAligned && sizeof(T) != sizeof(float) && p.scale_offset != 0.0f &&
                Columns<float, true>::fits(p)) {

@@ -144,7 +144,7 @@ struct RmsNormAddRmsNormOp {
     }
   };
 
-  template <bool kAligned, int kRows, typename F>
+  template <bool kAligned, typename F>
   static __device__ __forceinline__ void with_columns(const Params&, F&& f) {
     f(ColumnsTag<PackedColumns<kAligned>>{});
   }

@@ -105,7 +105,7 @@ struct RmsNormBackwardOp {
     if (p.grad_x != nullptr) store(0, p.grad_x, x);
   }
 
-  template <bool kAligned, int N>
+  template <bool kAligned, bool, int N>
   static __device__ __forceinline__ void column_terms(const Params&, const RowBackward&, int64_t,
                                                       int, const float (&grad_out)[N],
                                                       const float (&x)[N],

@@ -126,7 +126,7 @@ struct RmsNormOp {
   template <bool kAligned>
   using PackedColumns = Columns<T, kAligned>;
 
-  template <bool kAligned, int kRows, typename F>
+  template <bool kAligned, typename F>
   static __device__ __forceinline__ void with_columns(const Params& p, F&& f) {
     if (sizeof(T) != sizeof(float) && p.weight != nullptr && p.weight_dtype == DType::float32) {
       f(ColumnsTag<Columns<float, kAligned>>{});

@@ -37,7 +37,9 @@
 //     coefficients(p, sums, moments, launch)           // what gradients needs of these
 //     gradients<kAligned>(p, launch, row, column, factors, grad_out, s, moments, coefficients,
 //                         read, store, sums)           // stores rows, adds to sums of columns
-//     column_terms<kAligned>(p, launch, row, column, grad_out, s, moments, unused, sums)  // these
+//     column_terms<kAligned, kStreamed>(p, launch, row, column, grad_out, s, moments, unused,
+//                                       sums)  // these; without kStreamed only such as need
+//                                                none of the row's sums
 //     kind(p, i)                        // the place of sum i in a part, or -1 if it is not kept
 //     finish(p)                         // the Finish of reduce_partials
 //     output(p, i)                      // what `store` is given for output i, or null

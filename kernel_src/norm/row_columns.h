@@ -19,7 +19,7 @@ constexpr int kColumnThreads = kRowBackwardTile;  // that share a row; each has 
 // The sums of a tile of columns over the rows [begin, end), by all threads of the block, in an
 // order that depends on their number and that of the rows: give(column, sums), a thread a column.
 // `memory`: kColumnSums floats a column of each thread.
-template <typename Op, bool kAligned, typename Give>
+template <typename Op, bool kAligned, bool kStreamed, typename Give>
 __device__ __forceinline__ void add_columns(const typename Op::Params& p, const RowBackward& launch,
                                             int64_t first_column, int64_t begin, int64_t end,
                                             float* memory, const Give& give) {
@@ -43,8 +43,8 @@ __device__ __forceinline__ void add_columns(const typename Op::Params& p, const 
       const RowMoments moments = load_moments<Op::kStatistics>(launch, row);
       const bool unused = may_be_unused(launch, moments) &&
                           is_zero(launch.tensors.row<typename Op::GradOut>(0, row, 0), dim);
-      Op::template column_terms<kAligned>(p, launch, row, column, grad_out, s, moments, unused,
-                                          sums);
+      Op::template column_terms<kAligned, kStreamed>(p, launch, row, column, grad_out, s, moments,
+                                                     unused, sums);
     }
   }
   // [sum][lane][column of the tile]
@@ -93,18 +93,18 @@ __device__ __forceinline__ void finish_columns(const typename Op::Params& p,
   const int tiles = (static_cast<int>(launch.dim) + kTile - 1) / kTile;
   const int group = block / tiles;
   const int64_t begin = group * launch.group_rows;
-  add_columns<Op, kAligned>(p, launch, int64_t{block - group * tiles} * kTile, begin,
-                            begin + launch.group_rows, memory,
-                            [&](int64_t column, const float(&sums)[Op::kColumnSums]) {
-                              constexpr int kTotals = Finish::kTotals > 0 ? Finish::kTotals : 1;
-                              float kinds[Finish::kKinds] = {}, totals[kTotals] = {};
-                              keep_kinds<Op>(p, sums, kinds);
-                              const auto columns = finish.load(column, true);
-                              finish.group(columns, group, column, kinds, totals);
-                              if constexpr (Finish::kTotals > 0) {
-                                if (launch.groups == 1) finish.all(columns, column, totals);
-                              }
-                            });
+  add_columns<Op, kAligned, false>(
+      p, launch, int64_t{block - group * tiles} * kTile, begin, begin + launch.group_rows, memory,
+      [&](int64_t column, const float(&sums)[Op::kColumnSums]) {
+        constexpr int kTotals = Finish::kTotals > 0 ? Finish::kTotals : 1;
+        float kinds[Finish::kKinds] = {}, totals[kTotals] = {};
+        keep_kinds<Op>(p, sums, kinds);
+        const auto columns = finish.load(column, true);
+        finish.group(columns, group, column, kinds, totals);
+        if constexpr (Finish::kTotals > 0) {
+          if (launch.groups == 1) finish.all(columns, column, totals);
+        }
+      });
 }
 
 // Partial sums of streamed rows. Grid: groups * blocks_per_group, times the tiles of columns; a
@@ -122,15 +122,15 @@ __global__ void __launch_bounds__(256)
     return group * launch.group_rows + quotient(launch.group_rows * i, launch.blocks_per_group);
   };
   float* partial = launch.partials + part * launch.partial_kinds * launch.dim;
-  add_columns<Op, false>(p, launch, int64_t{blockIdx.x - part * tiles} * kTile, row_of(share),
-                         row_of(share + 1), memory,
-                         [&](int64_t column, const float(&sums)[Op::kColumnSums]) {
+  add_columns<Op, false, true>(p, launch, int64_t{blockIdx.x - part * tiles} * kTile, row_of(share),
+                               row_of(share + 1), memory,
+                               [&](int64_t column, const float(&sums)[Op::kColumnSums]) {
 #pragma unroll
-                           for (int i = 0; i < Op::kColumnSums; ++i) {
-                             const int kind = Op::kind(p, i);
-                             if (kind >= 0) partial[kind * launch.dim + column] = sums[i];
-                           }
-                         });
+                                 for (int i = 0; i < Op::kColumnSums; ++i) {
+                                   const int kind = Op::kind(p, i);
+                                   if (kind >= 0) partial[kind * launch.dim + column] = sums[i];
+                                 }
+                               });
 }
 
 }  // namespace

@@ -244,7 +244,7 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
   if (saves) own_stats.save(p, first_row + own_row);
 
   // Write the results.
-  Op::template with_columns<kAligned, kRows>(p, [&](auto tag) {
+  Op::template with_columns<kAligned>(p, [&](auto tag) {
     using Columns = typename decltype(tag)::type;
     if constexpr (Columns::kRare) {
 #pragma unroll 1
@@ -429,7 +429,7 @@ __global__ void __launch_bounds__(kForwardThreads)
   const typename Op::Stats stats = stats_of();
   if (threadIdx.x == 0) stats.save(p, row);
 
-  Op::template with_columns<false, 1>(p, [&](auto tag) {
+  Op::template with_columns<false>(p, [&](auto tag) {
     const typename decltype(tag)::type columns(p, row);
     for_each_vector(false, [&](int column, int left, const Vector<T, N>& s) {
       RowStoring<O, N, 1, false> storing(Op::out_row(p, row) + column, left);
