@@ -208,6 +208,8 @@ void expect_forward_row(Report& report, const DeviceInfo& device, const RowPolic
                      row.threads_per_row >= row.rows_per_thread),
                 "several rows a thread");
   report.expect(row.cluster == 1 || vectors == kForwardVectors, "clusters without a kernel");
+  report.expect(vectors != 2 || row.rows_per_thread > 1 || row.threads_per_row > kWarpSize,
+                "two vectors a thread in a warp (norm/row_reduce.h)");
 }
 
 void rms_norm_forward(const DeviceInfo& device, Report& report) {
@@ -971,8 +973,10 @@ void row_quant(const DeviceInfo& device, Report& report) {
         report.expect(policy.vectors == 1 || policy.threads_per_row % kWarpSize == 0,
                       "vectors that do not lie a warp apart");
         report.expect(
-            policy.vectors == 1 || policy.vectors == kForwardVectors || (most && most_vectors),
+            policy.vectors <= 2 || policy.vectors == kForwardVectors || (most && most_vectors),
             "no such kernel");
+        report.expect(policy.vectors != 2 || policy.threads_per_row > kWarpSize,
+                      "two vectors a thread in a warp (norm/row_reduce.h)");
         report.expect(policy.rows_per_block == 1 || policy.threads_per_row <= kWarpSize,
                       "several rows that wait for each other");
       }

@@ -36,18 +36,20 @@ struct NormVector {
 };
 
 struct AdaNormForward {
-  const void* x;         // [rows, dim] dtype
-  const void* residual;  // [rows, dim] dtype, or null
-  void* out;             // [rows, dim] dtype; may be x itself
-  void* new_residual;    // [rows, dim] dtype, null without residual; may be residual itself
-  float* statistics;     // [rows, 2] mean and rstd (layer) or [rows] rstd; null without gradients
-  Modulation gate, scale, shift;
-  NormVector weight, bias;
+  const void* x;                 // [rows, dim] dtype
+  void* out;                     // [rows, dim] dtype; may be x itself
+  float* statistics;             // [rows, 2] mean and rstd (layer) or [rows] rstd; or null
+  int64_t x_stride, out_stride;  // elements between rows
   int64_t rows, dim;
-  int64_t x_stride, residual_stride, out_stride, new_residual_stride;  // elements between rows
   float eps;
   bool layer;  // take the mean away
   DType dtype;
+  Modulation scale, shift;
+  NormVector weight, bias;
+  const void* residual;  // [rows, dim] dtype, or null
+  void* new_residual;    // [rows, dim] dtype, null without residual; may be residual itself
+  int64_t residual_stride, new_residual_stride;
+  Modulation gate;
 };
 
 // With f = weight * (1 + scale), g = grad_out * f, over the last dimension:

@@ -185,6 +185,7 @@ struct AdaNormOp {
     static constexpr int kAhead = sizeof(U) == sizeof(T) ? 1 : 0;  // where their registers are few
     // NOTE: of float32 some registers would be spilled.
     static constexpr bool kRare = false, kTogether = !kAligned && sizeof(U) < sizeof(float);
+    static constexpr bool kLoadsAnyway = false, kFirst = false;
     const U *scale, *shift;
     float offset;
 

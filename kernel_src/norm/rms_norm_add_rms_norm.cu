@@ -128,7 +128,7 @@ struct RmsNormAddRmsNormOp {
       int column;
     };
     static constexpr int kAhead = 0;
-    static constexpr bool kRare = false, kTogether = false;
+    static constexpr bool kRare = false, kTogether = false, kLoadsAnyway = false, kFirst = false;
     Weight<kAligned> weight;
     int dim;
 

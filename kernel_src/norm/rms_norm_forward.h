@@ -1,6 +1,8 @@
 // rms_norm and fused_add_rms_norm as operators of norm/row_forward.h.
 #pragma once
 
+#include <type_traits>
+
 #include "common/vector.h"
 #include "norm/rms_norm.h"
 #include "norm/rms_norm_device.h"
@@ -88,6 +90,8 @@ struct RmsNormOp {
     using Loaded = Vector<W, N>;
     static constexpr int kAhead = 0;
     static constexpr bool kRare = false, kTogether = !kAligned && sizeof(W) == 2 && sizeof(T) == 2;
+    static constexpr bool kLoadsAnyway = true;  // no weight where it does not fit
+    static constexpr bool kFirst = kAligned && !kResidual;
     const W* weight;
     float offset;
     bool cast_before_weight;
@@ -97,7 +101,7 @@ struct RmsNormOp {
       return sizeof(T) == sizeof(float) || p.weight == nullptr || p.weight_dtype != DType::float32;
     }
     __device__ __forceinline__ Columns(const Params& p, int64_t)
-        : weight(static_cast<const W*>(p.weight)),
+        : weight(std::is_same_v<W, T> && !fits(p) ? nullptr : static_cast<const W*>(p.weight)),
           offset(weight == nullptr ? 1.0f : p.weight_offset),
           cast_before_weight(p.cast_before_weight) {}
     __device__ __forceinline__ Loaded load(int column, int dim) const {

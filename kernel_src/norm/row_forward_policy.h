@@ -71,8 +71,12 @@ inline RowPolicy row_forward_policy(const DeviceInfo& device, const RowForwardSh
            shape.rows * threads <=
                int64_t{device.multiprocessors} * device.tuning.norm_resident_threads;
   };
-  // rms_norm of (1024, 2048) took 4.1 us with two vectors before it came here, and 4.6 with four.
-  const bool few_rows = all_resident(1), two_pay = few_rows || (shape.light && all_resident(2));
+  // Light rows of up to 256 threads take two always: rms_norm of (4096, 2048) 9.9 us, and 10.2 with
+  // four; of (1024, 2048) 3.9 and 4.1.
+  const bool few_rows = all_resident(1),
+             light_two =
+                 shape.light && count > kWarpSize * kForwardVectors && count <= kForwardThreads,
+             two_pay = few_rows || light_two || (shape.light && all_resident(2));
   const bool most_vectors =
       shape.most_vectors && policy.cluster == 1 && most_vectors_pay(device, shape.rows, count);
   const auto held = [&](int vectors) { return int64_t{threads_for(count, vectors)} * vectors; };
@@ -80,7 +84,7 @@ inline RowPolicy row_forward_policy(const DeviceInfo& device, const RowForwardSh
     policy.vectors = 1;
     if (!few_rows) policy.rows_per_thread = 4;
   } else if (shape.aligned && two_pay) {
-    policy.vectors = 2;
+    if (count > 2 * kWarpSize) policy.vectors = 2;  // more than a warp: norm/row_reduce.h
   } else if (shape.aligned && count <= 2 * kWarpSize) {
     policy.vectors = 2;
     policy.rows_per_thread = 2;
