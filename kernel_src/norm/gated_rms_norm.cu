@@ -18,6 +18,8 @@
 // stay in L2.
 #include "norm/gated_rms_norm.h"
 
+#include <type_traits>
+
 #include "common/dispatch.h"
 #include "common/reduce.h"
 #include "common/reduce_partials.h"
@@ -60,9 +62,15 @@ __device__ __forceinline__ float rstd_of_group(const GatedRmsNormForward& p,
   return rstd;
 }
 
+template <typename Gate, bool kAnywhere>
+constexpr int gated_norm_registers() {
+  return kAnywhere || std::is_same_v<Gate, AnyGate> ? kGatedNormMoreRegisters : kGatedNormRegisters;
+}
+
 // kAnywhere: groups may start anywhere, and be cut over the blocks of a cluster.
 template <typename T, typename Gate, bool kAnywhere>
-__global__ void __launch_bounds__(kGatedNormForwardThreads)
+__global__ void FUSELAGE_MAX_REGISTERS(kGatedNormForwardThreads,
+                                       (gated_norm_registers<Gate, kAnywhere>()))
     gated_rms_norm_forward_kernel(const GatedRmsNormForward p, const int blocks_in_cluster) {
   constexpr bool kAligned = !kAnywhere;
   constexpr int N = 16 / sizeof(T), kVectors = kGatedNormForwardVectors;
@@ -84,6 +92,10 @@ __global__ void __launch_bounds__(kGatedNormForwardThreads)
     x_loading[j].start(x, column_of(j), group.dim);
     gate_loading[j].start(gate, column_of(j), group.dim);
   }
+  RuntimeLoading<T, N, kAligned> weight_loading[kVectors];
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j)
+    weight_loading[j].start(group.weight<T>(p), column_of(j), group.dim);
   float values[kVectors][N], factors[kVectors][N], sum[1] = {};
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
@@ -96,7 +108,7 @@ __global__ void __launch_bounds__(kGatedNormForwardThreads)
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     float weight[N];
-    load_values<kAligned>(group.weight<T>(p), column_of(j), group.dim, 1.0f, weight);
+    weight_loading[j].finish(group.weight<T>(p), column_of(j), group.dim, 1.0f, weight);
     store_vector<kAligned>(gated_result<T>(p, rstd, weight, factors[j], values[j]), out,
                            column_of(j), group.dim);
   }

@@ -186,7 +186,7 @@ __global__ void __launch_bounds__((forward_threads<Op, kVectors, kRows, kAligned
   };
   using Packed = typename Op::template PackedColumns<kAligned>;
   constexpr bool kEarly = Op::early(kVectors, kAligned);
-  constexpr bool kFirst = kEarly && Packed::kFirst && kVectors > 1;
+  constexpr bool kFirst = kEarly && Packed::kFirst && kVectors > 1 && !kClusters;
   if (!kFirst) start_inputs();
   typename Packed::Loaded packed[kEarly ? kVectors : 1];
   // NOTE: a branch is late, and the loads behind it.
