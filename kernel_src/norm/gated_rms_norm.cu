@@ -96,21 +96,32 @@ __global__ void FUSELAGE_MAX_REGISTERS(kGatedNormForwardThreads,
 #pragma unroll
   for (int j = 0; j < kVectors; ++j)
     weight_loading[j].start(group.weight<T>(p), column_of(j), group.dim);
-  float values[kVectors][N], factors[kVectors][N], sum[1] = {};
+  // Where the gate comes after the norm, it is opened there: that takes fewer registers.
+  constexpr bool kLate = Gate::kOpensLate;
+  Vector<T, N> xs[kVectors], gates[kVectors];
+  float values[kLate ? 1 : kVectors][N], factors[kLate ? 1 : kVectors][N], sum[1] = {};
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
-    open_gate(kind, x_loading[j].finish(x, column_of(j), group.dim),
-              gate_loading[j].finish(gate, column_of(j), group.dim), values[j], factors[j]);
-    sum[0] += sum_of_squares(values[j]);
+    xs[j] = x_loading[j].finish(x, column_of(j), group.dim);
+    gates[j] = gate_loading[j].finish(gate, column_of(j), group.dim);
+    float(&s)[N] = values[kLate ? 0 : j];
+    if constexpr (kLate) {
+      xs[j].to_floats(s);
+    } else {
+      open_gate(kind, xs[j], gates[j], s, factors[j]);
+    }
+    sum[0] += sum_of_squares(s);
   }
   const float rstd = rstd_of_group(p, group, cluster, scratch, sum);
   T* out = group.out<T>(p.out);
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
+    constexpr int kStep = kLate ? 0 : 1;
+    if constexpr (kLate) open_gate(kind, xs[j], gates[j], values[0], factors[0]);
     float weight[N];
     weight_loading[j].finish(group.weight<T>(p), column_of(j), group.dim, 1.0f, weight);
-    store_vector<kAligned>(gated_result<T>(p, rstd, weight, factors[j], values[j]), out,
-                           column_of(j), group.dim);
+    store_vector<kAligned>(gated_result<T>(p, rstd, weight, factors[j * kStep], values[j * kStep]),
+                           out, column_of(j), group.dim);
   }
 }
 

@@ -44,6 +44,8 @@ struct Mask {
 // Which activation the gate has, and whether it comes after the norm.
 template <bool kNormFirst>
 struct SiluGate {
+  static constexpr bool kOpensLate = kNormFirst;
+
   template <typename Params>
   __device__ __forceinline__ explicit SiluGate(const Params&) {}
   __device__ __forceinline__ bool norm_first() const { return kNormFirst; }
@@ -54,6 +56,7 @@ struct SiluGate {
 
 // Either, as it is asked for at run time.
 struct AnyGate {
+  static constexpr bool kOpensLate = false;
   Mask silu, first;
 
   template <typename Params>
