@@ -17,8 +17,9 @@ constexpr int kGatedNormForwardThreads = 1024, kGatedNormBackwardThreads = 512;
 constexpr int kGatedNormShortThreads = 128;
 constexpr int kGatedNormForwardVectors = 2, kGatedNormBackwardVectors = 2;
 // Registers of a thread of the forward: of the kernels for one gate, and of others, which would
-// spill some of so few. On an H200, bfloat16, gate first: (16384, 4096) takes 99 us with 48 and 106
-// with 64; 111 with four vectors a thread, and (64, 4096) 2.9 and 4.0.
+// spill some of so few. On an H200, bfloat16, gate first: (16384, 4096) takes 102 us with 48, and
+// 106 with 64; 111 with four vectors a thread, and (64, 4096) 3.0 and 4.0. Norm first, long groups
+// were faster with four: (4096, 10240) took 70 us, and takes 76.
 constexpr int kGatedNormRegisters = 48, kGatedNormMoreRegisters = 64;
 
 constexpr int kGatedNormTensors = 3;             // that the backward reads
