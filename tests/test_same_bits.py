@@ -121,3 +121,14 @@ def test_gates_do_not_depend_on_gaps(fuselage, device, op, style, dtype, dim):
 @on_devices((), (512,))
 def test_bias_gradients_of_many_rows_do_not_depend_on_alignment(fuselage, device, op, style, dim):
     check_moved(op, fuselage, style, (1 << 15, dim), torch.bfloat16, device)
+
+
+# An addition of 0, in place of none, would show.
+@each_dtype
+@on_devices((), (136, 2048))
+def test_negative_zeros_do_not_depend_on_alignment(fuselage, device, dtype, dim):
+    x = torch.randn(37, dim).to(dtype).to(device)
+    zeros = torch.full((dim,), -0.0, dtype=dtype, device=device)
+    expected = fuselage.layer_norm(x, zeros, zeros)
+    assert {False, True} == set(torch.signbit(expected).unique().tolist())
+    assert_same_bits(fuselage.layer_norm(moved(x), zeros, zeros), expected, "out")
