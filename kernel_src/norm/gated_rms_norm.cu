@@ -116,12 +116,12 @@ __global__ void FUSELAGE_MAX_REGISTERS(kGatedNormForwardThreads,
   T* out = group.out<T>(p.out);
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
-    constexpr int kStep = kLate ? 0 : 1;
-    if constexpr (kLate) open_gate(kind, xs[j], gates[j], values[0], factors[0]);
+    const int at = kLate ? 0 : j;
+    if constexpr (kLate) open_gate(kind, xs[j], gates[j], values[at], factors[at]);
     float weight[N];
     weight_loading[j].finish(group.weight<T>(p), column_of(j), group.dim, 1.0f, weight);
-    store_vector<kAligned>(gated_result<T>(p, rstd, weight, factors[j * kStep], values[j * kStep]),
-                           out, column_of(j), group.dim);
+    store_vector<kAligned>(gated_result<T>(p, rstd, weight, factors[at], values[at]), out,
+                           column_of(j), group.dim);
   }
 }
 

@@ -73,10 +73,9 @@ inline RowPolicy row_forward_policy(const DeviceInfo& device, const RowForwardSh
   };
   // Light rows of up to 256 threads take two always: rms_norm of (4096, 2048) 9.9 us, and 10.2 with
   // four; of (1024, 2048) 3.9 and 4.1.
-  const bool few_rows = all_resident(1),
-             light_two =
-                 shape.light && count > kWarpSize * kForwardVectors && count <= kForwardThreads,
-             two_pay = few_rows || light_two || (shape.light && all_resident(2));
+  const bool few_rows = all_resident(1);
+  const bool few_threads = count > kWarpSize * kForwardVectors && count <= kForwardThreads;
+  const bool two_pay = few_rows || (shape.light && (few_threads || all_resident(2)));
   const bool most_vectors =
       shape.most_vectors && policy.cluster == 1 && most_vectors_pay(device, shape.rows, count);
   const auto held = [&](int vectors) { return int64_t{threads_for(count, vectors)} * vectors; };
