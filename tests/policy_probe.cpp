@@ -973,8 +973,10 @@ void row_quant(const DeviceInfo& device, Report& report) {
         report.expect(policy.vectors == 1 || policy.threads_per_row % kWarpSize == 0,
                       "vectors that do not lie a warp apart");
         report.expect(
-            policy.vectors == 1 || policy.vectors == kForwardVectors || (most && most_vectors),
+            policy.vectors <= 2 || policy.vectors == kForwardVectors || (most && most_vectors),
             "no such kernel");
+        report.expect(policy.vectors != 2 || policy.threads_per_row > kWarpSize,
+                      "two vectors a thread in a warp (norm/row_reduce.h)");
         report.expect(policy.rows_per_block == 1 || policy.threads_per_row <= kWarpSize,
                       "several rows that wait for each other");
       }

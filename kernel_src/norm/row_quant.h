@@ -51,6 +51,7 @@ gpuError launch_row_quant(const Forward& forward, const QuantForward& quant, boo
       row_quant_policy(device_info(device), forward.rows, forward.dim, aligned, Op::kMostVectors);
   auto kernel = !aligned              ? &row_forward_kernel<Both, kForwardVectors, 1, false, false>
                 : policy.vectors == 1 ? &row_forward_kernel<Both, 1, 1, true, false>
+                : policy.vectors == 2 ? &row_forward_kernel<Both, 2, 1, true, false>
                                       : &row_forward_kernel<Both, kForwardVectors, 1, true, false>;
   if constexpr (Op::kMostVectors) {
     if (policy.vectors == kForwardMostVectors)

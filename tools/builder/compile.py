@@ -235,10 +235,11 @@ SANITIZER_FLAGS = (
 ).split()
 
 # Sources of GPU kernels as C++ for a CPU. Past the section's flags, as above. Products and sums are
-# fused, as GPU compilers have them. Other fibers change shared memory, which is static here.
+# fused, as GPU compilers have them. Other fibers change shared memory, which is static here. GCC 12
+# gave two arrays of a thread, of which both were needed, one place on the stack.
 EMULATED_GPU = "tests/emulated_gpu/emulated_gpu.cpp"
 EMULATED_GPU_FLAGS = (
-    "-x c++ -O1 -mavx2 -mfma -mf16c -ffp-contract=fast -fno-ipa-reference "
+    "-x c++ -O1 -mavx2 -mfma -mf16c -ffp-contract=fast -fno-ipa-reference -fstack-reuse=none "
     "-fvisibility=hidden -D__HIPCC__ -Itests/emulated_gpu"
 ).split()
 
