@@ -639,23 +639,29 @@ void activation(const DeviceInfo& device, Report& report) {
         report.begin(shape_of(dim, rows, vector, 0, DType::float32, DType::float32, false));
         const auto expect = [&](const ActivationPolicy& policy, int max_threads) {
           expect_legal(report, device,
-                       {policy.row_blocks * policy.column_blocks, 1, policy.threads_x,
-                        policy.threads_y, kActivationSumThreads * 8 * 4, 1},
+                       {policy.column_blocks, std::max(policy.tile.layer, policy.layers),
+                        policy.threads_x, policy.threads_y, kActivationSumThreads * 8 * 4, 1},
                        max_threads);
           report.expect(policy.threads_x * policy.threads_y % kWarpSize == 0, "whole warps");
           report.expect(policy.threads_x <= kWarpSize ? kWarpSize % policy.threads_x == 0
                                                       : policy.threads_x % kWarpSize == 0,
                         "lanes of a row");
-          report.expect(policy.columns_per_block * policy.column_blocks >= dim, "columns");
-          report.expect(policy.rows_per_block * policy.row_blocks >= rows, "rows");
+          report.expect(policy.tile.columns_per_block * policy.column_blocks >= dim, "columns");
+          report.expect(policy.tile.rows_per_block * policy.row_blocks >= rows, "rows");
+          const int64_t blocks = int64_t{policy.tile.layer} * policy.layers;
+          report.expect(blocks >= policy.row_blocks, "rows without a block");
+          report.expect(blocks - policy.row_blocks < policy.layers, "blocks without rows");
         };
         for (const int vectors : {1, 2}) {
           expect(activation_policy(device, vector, vectors, 1, rows, dim), kActivationThreads);
           expect(activation_policy(device, vector, vectors, vectors, rows, dim),
                  kActivationThreads);
         }
-        if (vector > 2)
-          expect(activation_sum_policy(device, vector, 4, rows, dim), kActivationSumThreads);
+        if (vector > 2) {
+          const ActivationPolicy sums = activation_sum_policy(device, vector, 4, rows, dim);
+          expect(sums, kActivationSumThreads);
+          report.expect(sums.layers == 1, "blocks whose partial sums have no place");
+        }
       }
     }
   }

@@ -76,8 +76,10 @@ void norms(const DeviceInfo& device, int64_t rows, int64_t dim, std::vector<Outc
 }
 
 Numbers all_of(const ActivationPolicy& p) {
-  return {p.vectors,        p.threads_x,     p.threads_y,  p.row_step,         p.column_step,
-          p.rows_per_block, p.column_blocks, p.row_blocks, p.columns_per_block};
+  const ActivationTile& tile = p.tile;
+  return {
+      p.vectors,           p.threads_x,     p.threads_y,  tile.row_step,          tile.column_step,
+      tile.rows_per_block, p.column_blocks, p.row_blocks, tile.columns_per_block, tile.layer};
 }
 
 void activations(const DeviceInfo& device, int64_t rows, int64_t dim, std::vector<Outcome>& out) {
@@ -97,7 +99,7 @@ void heads(const DeviceInfo& device, int64_t tokens, int64_t dim, std::vector<Ou
     const RotaryPolicy rotary = rotary_policy(device, shape, q + k, kRotaryVector, false, true);
     const Numbers threads{rotary.heads_per_thread, rotary.groups, rotary.threads_per_token,
                           rotary.tokens_per_block, rotary.blocks_per_token};
-    const bool fits = rotary.blocks_per_token <= kMostBlocksOfToken;
+    const bool fits = rotary.blocks_per_token <= kMostBlocksAlongY;
     out.push_back({"rotary", all_of(rotary.layout) + threads, {fits}});
     if (dim > qk_norm_max_dim(shape)) continue;
     const auto row_of = [](const QkNormPolicy& row) {

@@ -22,6 +22,9 @@ struct RowPolicy {
   bool streamed;
 };
 
+// Along the second and third dimension of a grid.
+constexpr int64_t kMostBlocksAlongY = 65535;
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline int next_power_of_two(int64_t n) {

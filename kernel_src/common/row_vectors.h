@@ -89,6 +89,14 @@ __device__ __forceinline__ void with_shift(int shift, F&& f) {
   }
 }
 
+// Keeps the compiler from making the address once for each predicated load.
+template <typename T>
+__device__ __forceinline__ void keep_in_register(const T*& address) {
+#if !defined(USE_ROCM)
+  asm volatile("" : "+l"(address));
+#endif
+}
+
 // Vectors on their way from a row: start() issues all loads, finish() gives one vector; or joined()
 // does, after join(), which is faster for several. Columns past the row's end are zero. `source` is
 // this thread's first column, `left` the columns of the row from there on, -N or less where there
@@ -100,10 +108,7 @@ struct RowLoading {
   V vectors[kVectors];
 
   __device__ __forceinline__ void start(const T* source, int left) {
-#if !defined(USE_ROCM)
-    // Keeps the compiler from making the address once for each predicated load.
-    asm volatile("" : "+l"(source));
-#endif
+    keep_in_register(source);
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       vectors[j] = V::zero();

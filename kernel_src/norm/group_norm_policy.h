@@ -83,7 +83,6 @@ constexpr int64_t kGroupNormGridShare = 3;
 
 // Blocks are counted in 32 bits.
 constexpr int64_t kGroupNormMostBlocks = (int64_t{1} << 31) - 1;
-constexpr int64_t kGroupNormMostTiles = 65535;  // along y
 constexpr const char* kGroupNormTooMany = "there are too many groups or channels in all samples";
 
 inline int64_t round_up(int64_t value, int64_t step) { return ceil_div(value, step) * step; }
@@ -203,7 +202,7 @@ inline bool group_norm_rows_cluster(const GroupNormInput& p, GroupNormPolicy& po
   const int64_t vectors = width / vector_size, groups = width / p.group_channels;
   const int64_t tiles = p.channels / width;
   if (vectors > kGroupNormClusterThreads || groups > kGroupNormClusterParts ||
-      tiles > kGroupNormMostTiles)
+      tiles > kMostBlocksAlongY)
     return false;
   const int chunks = group_norm_cluster_size(p.positions * width * size, 1);
   const int threads_x = static_cast<int>(vectors), threads_y = kGroupNormClusterThreads / threads_x;
@@ -298,7 +297,7 @@ inline bool group_norm_rows_backward_cluster(const GroupNormInput& p, GroupNormP
   if (width == 0) return false;
   const int64_t tiles = p.channels / width, bytes = 2 * p.positions * width * size;
   if (width > kGroupNormBackwardChannels || width / p.group_channels > kGroupNormClusterParts ||
-      tiles > kGroupNormMostTiles || bytes < kGroupNormBackwardLeastBytes)
+      tiles > kMostBlocksAlongY || bytes < kGroupNormBackwardLeastBytes)
     return false;
   const int chunks = group_norm_cluster_size(bytes, 1, kGroupNormBackwardRowsBytes);
   const int threads_x = static_cast<int>(width / vector_size);

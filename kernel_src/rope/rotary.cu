@@ -87,7 +87,7 @@ const char* rotary(const Rotary& call, int device, void* stream) {
   const RotaryPolicy policy = rotary_policy(device_info(device), p.shape, p.q.heads + p.k.heads,
                                             vector, with_rest, aligned);
   const int64_t tokens = p.shape.batch * p.shape.tokens;
-  if (policy.blocks_per_token > kMostBlocksOfToken)
+  if (policy.blocks_per_token > kMostBlocksAlongY)
     return "all heads of a token have too many elements for one launch";
   const dim3 grid(ceil_div(tokens, policy.tokens_per_block), policy.blocks_per_token);
   const dim3 block(policy.threads_per_token, policy.tokens_per_block);

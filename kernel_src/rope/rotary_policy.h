@@ -103,8 +103,7 @@ inline HeadLayout head_layout(const RotaryShape& shape, int64_t vector, bool wit
           static_cast<int>(other), width};
 }
 
-constexpr int kRotaryThreads = 256;            // of a block, at most
-constexpr int64_t kMostBlocksOfToken = 65535;  // of a grid's second dimension
+constexpr int kRotaryThreads = 256;  // of a block, at most
 
 struct RotaryPolicy {
   HeadLayout layout;
@@ -133,7 +132,7 @@ inline RotaryPolicy rotary_policy(const DeviceInfo& device, const RotaryShape& s
   // NOTE: never more blocks than a grid has, where the most threads have few enough.
   const int tuned_threads = device.tuning.rotary_threads;
   const int block_threads =
-      slots <= kMostBlocksOfToken * tuned_threads ? tuned_threads : kRotaryThreads;
+      slots <= kMostBlocksAlongY * tuned_threads ? tuned_threads : kRotaryThreads;
   if (slots >= block_threads) {
     policy.threads_per_token = block_threads;
     policy.tokens_per_block = 1;

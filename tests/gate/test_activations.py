@@ -45,6 +45,13 @@ def test_a_packed_tensor_of_a_wider_one(fuselage, device, op, dtype):
         check_gradients(op, fuselage, inputs, {})
 
 
+@on_devices((), (1032,))
+def test_more_rows_than_a_grid_has_blocks_along_y(fuselage, device, dim):
+    x = normal((70_001, 2 * dim), torch.bfloat16, device)
+    expected = torch.cat([fuselage.silu_and_mul(part) for part in x.split(20_000)])
+    assert_same_bits(fuselage.silu_and_mul(x), expected, "out")
+
+
 def with_gradients(function, *inputs):
     leaves = [t.clone().requires_grad_() for t in inputs]
     out = function(*leaves)
