@@ -91,12 +91,12 @@ inline RowBackwardShape ada_norm_backward_shape(const AdaNormBackward& p) {
   shape.bulk = !by_row;
   // With more tensors always: to copy them otherwise takes registers that there are not.
   shape.bulk_turns = shape.tensors > 2 ? 0 : 2;
-  // NOTE: measured on an H200, bfloat16, layer_norm. Rows in bulk: (13107, 5120) takes 116 us with
-  // two stages, 112 with three; (8192, 3072) 50.0 and 49.2. But (16384, 4096) takes 107 us with
-  // two, 116 with three: rows of a power of two are slower the further they are copied ahead, and
-  // some multiprocessors then end a third earlier than others. Short rows: (87381, 768) takes 138
-  // us with one stage, 119 with two, 123 with three; with four tensors to read, one is best.
-  shape.bulk_stages = (p.dim & (p.dim - 1)) == 0 ? 2 : 3;
+  // NOTE: measured on an H200, bfloat16, layer_norm, for two and three stages. (32760, 5120), three
+  // of which are 184 KB, takes 258 and 280 us, (32760, 4096), 197 KB, 199 and 226; but (32760,
+  // 3584), 172 KB, 187 and 180. Rows of a warp take 95 us with 131 KB under way and 87 with 66,
+  // (49152, 1024); but (65536, 768) 101 us with 49 KB and 90 with 98.
+  shape.bulk_bytes = 176 << 10;
+  shape.bytes = (shape.tensors > 2 ? 60 : 115) << 10;
   shape.stages = shape.tensors > 2 ? 1 : 2;
   shape.column_steps = 12;  // a second kernel has several sums to add up
   return shape;

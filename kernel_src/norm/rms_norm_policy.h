@@ -62,16 +62,16 @@ inline RowBackwardShape rms_norm_backward_shape(const RmsNormBackward& p) {
   shape.short_rows = shape.bulk = shape.full_stages = true;
   shape.least_vectors = 1;
   shape.bulk_turns = 2;
-  // NOTE: measured on an H200, bfloat16. Copying further ahead is slower with two inputs: it does
-  // not depend on the way of copying, nor on the arithmetic, and some multiprocessors then end a
-  // third earlier than others. Bulk copies of (16384, 4096) take 109 us with two stages, 115 with
-  // three; of (9362, 7168) 106 and 117. Others take 105 us with one stage, 113 with two; (32768,
-  // 1024) 56 with one. With three inputs two stages are best, for short rows four: (1048576, 128)
-  // takes 293, 214, and 196 with four. Rows that start anywhere take one: on an H100 (16380, 4097)
-  // takes 253 us with one, 246 with two; (32768, 1023) 109 and 113; with three inputs 299 and 338,
-  // 135 and 150.
-  shape.bulk_stages = 2;
-  shape.stages = residual && shape.aligned ? kMaxRowStages : 1;
+  // NOTE: measured on an H200, bfloat16. It does not depend on the way of copying, nor on the
+  // arithmetic; with too much under way some multiprocessors end a third earlier than others. Bulk
+  // copies of (39321, 1280) take 87 us with 82 KB and 79 with 123, but of (32768, 1536) 80 us with
+  // 98 KB and 89 with 147. Others, of (78643, 640), take 89 us with 41 KB and 84 with 82, but of
+  // (49152, 1024) 79 us with 66 KB and 85 with 131. Rows that start anywhere take one stage: on an
+  // H100 (16380, 4097) takes 253 us with one, 246 with two; (32768, 1023) 109 and 113; with three
+  // inputs 299 and 338, 135 and 150.
+  shape.bulk_bytes = 125 << 10;
+  shape.bytes = 84 << 10;
+  shape.stages = 1;
   shape.column_steps = 8;
   return shape;
 }

@@ -37,9 +37,10 @@ struct RowBackwardShape {
   bool bulk;                 // whether there are kernels with bulk copies
   bool full_stages;          // stages have room for all threads that a block may have
   // What was measured for the operator:
-  int bulk_turns;    // bulk copies pay where a block has more rows than these, one after the other
-  int bulk_stages;   // of bulk copies, for rows of one block
-  int stages;        // of others, for rows of one block and the most vectors a thread
+  int bulk_turns;  // bulk copies pay where a block has more rows than these, one after the other
+  // Bytes of rows under way to a multiprocessor, at most: more are slower. Of bulk copies, and of
+  // others of aligned rows of a warp or more. Where neither says so, this many stages.
+  int bulk_bytes, bytes, stages;
   int column_steps;  // of blocks that have columns, that take as long as a second kernel
 
   constexpr bool one_type() const { return grad_out_size == element_size; }
@@ -184,8 +185,16 @@ inline void row_backward_stages(const DeviceInfo& device, const RowBackwardMemor
   // Blocks of a cluster wait for each other every row, which more stages hide: rms_norm's
   // (512, 131072) takes 206 us on an H200 with two, 178 with three.
   int stages = kMaxRowStages;
-  if (row.cluster == 1 && vectors == most_vectors)
-    stages = policy.bulk ? shape.bulk_stages : shape.stages;
+  if (row.cluster == 1 && (vectors == most_vectors || threads == kWarpSize)) {
+    const int64_t bytes = rows * shape.dim * memory.element_bytes();
+    if (policy.bulk) {
+      stages = static_cast<int>(std::clamp<int64_t>(shape.bulk_bytes / bytes, 2, kMaxRowStages));
+    } else if (shape.aligned) {
+      stages = static_cast<int>(std::clamp<int64_t>(shape.bytes / bytes, 1, kMaxRowStages));
+    } else if (vectors == most_vectors) {
+      stages = shape.stages;
+    }
+  }
   const int factor_bytes = memory.factor_bytes(rows, threads, vectors);
   policy.stages = std::max(std::min((shared_bytes - factor_bytes) / stage_bytes, stages), 1);
   // At the end the same memory holds the column sums of the block's rows, to add them up.
