@@ -69,7 +69,7 @@ def logits_again(hidden, weight, bias) -> torch.Tensor:
     NOTE: of few columns, the head's kernel takes 1.7 to 3 times as long as a product of cuBLAS,
     whose bits differ.
     """
-    if hidden.dtype == torch.float32 or not _has_float32_products(hidden):
+    if hidden.dtype == torch.float32 or not has_float32_products(hidden):
         return head_logits(hidden, weight, bias)
     logits = _rows_of(hidden, hidden.shape[0], weight.shape[0], torch.float32)
     torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=logits)
@@ -254,7 +254,7 @@ def _add_product(sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, is_first:
     """Adds a @ b to float32 sums, or starts them."""
     columns = parts(0, a.shape[1], a.shape[1])
     options = {}
-    if a.dtype != torch.float32 and _has_float32_products(a):
+    if a.dtype != torch.float32 and has_float32_products(a):
         options = {"out_dtype": torch.float32}
     elif a.dtype != torch.float32:  # some float32 copies at a time
         columns = parts(0, a.shape[1], 4 * _ROWS)
@@ -268,6 +268,6 @@ def _add_product(sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, is_first:
             torch.addmm(sums, left, right, **options, out=sums)
 
 
-def _has_float32_products(x: torch.Tensor) -> bool:
+def has_float32_products(x: torch.Tensor) -> bool:
     """Whether PyTorch has float32 products of half-precision matrices. NOTE: not on ROCm."""
     return x.is_cuda and torch.version.cuda is not None

@@ -7,8 +7,6 @@ file has or imports, or which it defines or imports itself. It gets a subclass t
 from __future__ import annotations
 
 import ast
-import sys
-from copy import deepcopy
 from functools import cache, partial
 from typing import Callable, Optional
 
@@ -16,7 +14,8 @@ import torch
 
 from ..rope import apply_rotary
 from . import _probe, _source
-from ._patch import Found, Match, original_of, replacement
+from ._patch import Found, Match, replacement
+from ._processors import in_place_of, processor_of, subclass_of
 from ._rotary import NORM_AND_ROTARY, WHAT, normed_and_rotated, rebound
 from ._rotation_pairs import join
 
@@ -25,11 +24,13 @@ _PROCESSOR_NAMES = ("apply_rotary_emb", "apply_rotary_emb_qwen")
 
 def recognise_rotary_processor(module: torch.nn.Module) -> Found:
     """Attention whose processor calls `apply_rotary_emb`."""
-    processor = vars(module).get("processor")
-    if processor is None or isinstance(processor, torch.nn.Module):
+    processor = processor_of(module)
+    if processor is None:
         return None
-    if replacement(processor):
+    if hasattr(processor, "fuselage_norms"):
         return Match(_what(processor, module), processor, attribute="processor")
+    if replacement(processor):
+        return None
     code = getattr(type(processor).__call__, "__code__", None)
     names = () if code is None else (*code.co_names, *code.co_varnames)
     name = next((name for name in _PROCESSOR_NAMES if name in names), None)
@@ -38,8 +39,7 @@ def recognise_rotary_processor(module: torch.nn.Module) -> Found:
     kind = _processor_kind(type(processor), name)
     if kind is None:
         return "its rotary embedding computes something else than apply_rotary"
-    ours = object.__new__(kind)
-    vars(ours).update(vars(processor), fuselage_original=processor)
+    ours = in_place_of(processor, kind)
     return Match(_what(ours, module), ours, attribute="processor")
 
 
@@ -69,24 +69,7 @@ def _processor_kind(kind: type, name: str) -> Optional[type]:
                 node.id = _ONE
         norms = join(definition, _ONE, _BOTH)
         call = _source.function_of(definition, {_ONE: ours, _BOTH: ours.of_both}, call)
-    members = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    members |= {"fuselage_replacement": WHAT, "fuselage_norms": norms}
-    members |= {"__reduce__": _as_the_plain_one, "__deepcopy__": _as_ours}
-    subclass = type(kind.__name__, (kind,), members)
-    _register_like(kind, subclass)
-    return subclass
-
-
-def _register_like(kind: type, subclass: type) -> None:
-    """Tells diffusers of it, which skips attention by what it knows of a processor's class."""
-    helpers = sys.modules.get("diffusers.hooks._helpers")  # whose models have imported it
-    registry = getattr(helpers, "AttentionProcessorRegistry", None)
-    if registry is None:
-        return
-    try:
-        registry.register(subclass, registry.get(kind))
-    except ValueError:  # it knows nothing of the class
-        return
+    return subclass_of(kind, call, WHAT, fuselage_norms=norms)
 
 
 _ONE, _BOTH = "fuselage_rotate", "fuselage_rotate_both"
@@ -135,19 +118,6 @@ def _ours_for_a_processor(function: Callable) -> Optional[Callable]:
         return _rotate_by_turns(function)
     ways = {way for way, args in calls.items() if agrees(_rotate_heads(function, {way}), *args)}
     return _rotate_heads(function, ways) if ways else None
-
-
-def _as_the_plain_one(self):
-    """A pickle cannot hold a class that is made here, and loads as the plain model anyway."""
-    # Protocol 1 names the class in a way in which it may be another one than that of the object.
-    return original_of(self).__reduce_ex__(1)
-
-
-def _as_ours(self, memo: dict):
-    copied = object.__new__(type(self))
-    memo[id(self)] = copied
-    vars(copied).update(deepcopy(vars(self), memo))
-    return copied
 
 
 def _rotation(original: Callable, known: Callable) -> Callable:

@@ -31,6 +31,7 @@ from ._rotary import recognise_rotary_attention
 from ._rotary_processor import recognise_rotary_processor
 from ._signatures import recognise_signature
 from ._upsampling import recognise_upsampling
+from ._wide_heads import recognise_wide_attention
 
 __all__ = ["Report", "patch", "unpatch"]
 
@@ -44,6 +45,7 @@ PARTS = (
     recognise_conv,
     recognise_activation,
     recognise_rotary_attention,
+    recognise_wide_attention,
 )
 BLOCKS = (recognise_fusion, recognise_group_norm_act, recognise_upsampling)
 BODIES = (recognise_rotary_processor,)  # which asks what became of the norms
