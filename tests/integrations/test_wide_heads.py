@@ -97,8 +97,10 @@ def test_large_logits(fuselage, wide, device, tokens):
 CALLS = {
     "a mask": lambda q, k, v: ((q, k, v), {"attn_mask": torch.ones(9, 9, dtype=torch.bool)}),
     "causal": lambda q, k, v: ((q, k, v), {"is_causal": True}),
+    "causal, by place": lambda q, k, v: ((q, k, v, None, 0.0, True), {}),
     "dropout": lambda q, k, v: ((q, k, v), {"dropout_p": 0.5}),
     "another scale": lambda q, k, v: ((q, k, v), {"scale": 0.5}),
+    "no scale": lambda q, k, v: ((q, k, v), {"scale": 0.0}),
     "float32": lambda *given: ([x.float() for x in given], {}),
     "narrow heads": lambda *given: ([x[..., :256] for x in given], {}),
     "one head of keys": lambda q, k, v: ((q, k[:, :1], v[:, :1]), {}),

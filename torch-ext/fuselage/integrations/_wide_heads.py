@@ -84,12 +84,21 @@ def _processor_kind(kind: type) -> Optional[type]:
 
 
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask=None, **options
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Optional[torch.Tensor] = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Optional[float] = None,
+    **options,
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`."""
-    is_plain = attn_mask is None and not any(options.values())
+    is_plain = attn_mask is None and scale is None and not (dropout_p or is_causal or options)
     if not (is_plain and _is_faster(query, key, value)):
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask, **options)
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options
+        )
     if torch.compiler.is_compiling():
         return ops.attention_of_wide_heads.default(query, key, value)
     return attention_of_wide_heads(query, key, value)
