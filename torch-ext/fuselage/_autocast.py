@@ -15,6 +15,14 @@ from ._ops import add_op_namespace_prefix, ops
 
 library = torch.library.Library(add_op_namespace_prefix("").removesuffix("::"), "FRAGMENT")
 
+
+def define_op(schema: str, kernel: Callable) -> None:
+    """Defines an op with a kernel in Python, on CPU and GPU."""
+    library.define(schema)
+    for key in ("CPU", "CUDA"):
+        library.impl(schema.partition("(")[0], kernel, key)
+
+
 _CAST = (torch.float16, torch.bfloat16, torch.float32)
 
 

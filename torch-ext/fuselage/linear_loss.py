@@ -19,7 +19,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from ._arguments import refuse_wrong_kinds
-from ._autocast import Product, library, register_autocast, without_autocast
+from ._autocast import Product, define_op, register_autocast, without_autocast
 from ._autograd import below_autograd, differentiable, some_need_grad
 from ._fake import (
     fake_kernel_of,
@@ -308,9 +308,7 @@ def _op(schema: str):
             except RuntimeError as error:
                 raise _renamed(error, name.removesuffix("_fwd")) from None
 
-        library.define(schema)
-        for key in ("CPU", "CUDA"):
-            library.impl(name, kernel, key)
+        define_op(schema, kernel)
         return function
 
     return register

@@ -17,7 +17,6 @@ import ast
 from typing import Optional
 
 import torch
-from torch.autograd import forward_ad
 
 from ..gate import add_mul_act_, bias_act_
 from . import _probe, _source
@@ -50,12 +49,9 @@ def _taken(conv: torch.nn.Conv2d, x: torch.Tensor) -> bool:
     if conv.training or not is_large_image(x) or x.dtype not in _probe.DTYPES:
         return False
     tensors = (x, conv.weight, conv.bias)
-    if any(t is None or t.device != x.device or t.dtype != x.dtype for t in tensors):
-        return False
     if not all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors):
         return False
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return not needs_grad and forward_ad._current_level < 0 and not _probe.autocasts(x)
+    return _probe.in_inference(*tensors)
 
 
 def is_large_image(x: object, times: int = 1) -> bool:

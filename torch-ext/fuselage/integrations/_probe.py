@@ -17,6 +17,7 @@ from functools import partial
 from typing import Callable, Optional
 
 import torch
+from torch.autograd import forward_ad
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *HALF)
@@ -118,6 +119,18 @@ def cannot(error: Exception, how: str = "") -> str:
     """The reason for the report."""
     lines = str(error).strip().splitlines() or [""]
     return f"it cannot be tried{how}: {type(error).__name__}: {lines[0][:100]}"
+
+
+def in_inference(*given: torch.Tensor) -> bool:
+    """Whether these are of one dtype and device, and nothing else is asked of what is computed from
+    them: no gradient, of whichever mode, and no cast.
+    """
+    x = given[0]
+    if forward_ad._current_level >= 0:
+        return False
+    if any(t.dtype != x.dtype or t.device != x.device for t in given) or autocasts(x):
+        return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in given))
 
 
 def autocasts(x: torch.Tensor) -> bool:

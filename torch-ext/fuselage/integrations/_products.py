@@ -16,9 +16,8 @@ from typing import Optional
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
-from .._autocast import library
+from .._autocast import define_op
 from .._autograd import below_autograd
 from .._ops import add_op_namespace_prefix, ops
 from . import _probe
@@ -41,8 +40,6 @@ def _is_plain(linear: nn.Module, x) -> bool:
     """Whether a layer is what `nn.Linear` makes of it, on a GPU with tensors of one half-precision
     dtype, none of which has a gradient, of whichever mode.
     """
-    if forward_ad._current_level >= 0:
-        return False
     if type(linear) is not nn.Linear or "forward" in vars(linear) or listened_to(linear):
         return False
     if type(x) is not torch.Tensor or not _probe.is_on_gpu(x):
@@ -51,9 +48,7 @@ def _is_plain(linear: nn.Module, x) -> bool:
     given = (x, weight) if bias is None else (x, weight, bias)
     if type(weight) is not nn.Parameter or x.dtype not in _probe.HALF or x.numel() == 0:
         return False
-    if any(t.dtype != x.dtype or t.device != x.device for t in given) or _probe.autocasts(x):
-        return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in given))
+    return _probe.in_inference(*given)
 
 
 # Columns of parts over those of a product, from which on it takes longer to write and read the
@@ -104,17 +99,13 @@ def _linear_of_parts(parts, weight: torch.Tensor, bias: Optional[torch.Tensor]) 
     return out.view(*parts[0].shape[:-1], weight.shape[0])
 
 
-# For the compiler, which would copy the result of a product before it adds another one to it.
-library.define("linear_of_parts(Tensor[] parts, Tensor weight, Tensor? bias) -> Tensor")
-
-
 def _op(parts, weight, bias):
     with below_autograd():
         return _linear_of_parts(parts, weight, bias)
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl("linear_of_parts", _op, _key)
+# For the compiler, which would copy the result of a product before it adds another one to it.
+define_op("linear_of_parts(Tensor[] parts, Tensor weight, Tensor? bias) -> Tensor", _op)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("linear_of_parts"))

@@ -6,7 +6,6 @@ SDXL's UNet: on a fast GPU that waits for the host. The signature of a method is
 
 from __future__ import annotations
 
-import ast
 import inspect
 import types
 from functools import cache, lru_cache
@@ -36,16 +35,9 @@ def _keeping(forward: Callable) -> Optional[Callable]:
     """The forward that keeps it; None of one that does not ask."""
     if getattr(forward, "__globals__", {}).get("inspect") is not inspect:
         return None
-    definition = _source.read(forward)
-    if definition is None:
-        return None
-    wanted = ast.parse("inspect.signature(self.processor.__call__)", mode="eval").body
-    calls = [node for node in ast.walk(definition) if _source.same(node, wanted)]
-    for call in calls:
-        call.func = ast.copy_location(ast.Name(_HELPER, ast.Load()), call.func)
-    if not calls:
-        return None
-    return marked(SIGNATURE, _source.function_of(definition, {_HELPER: signature}, forward))
+    wanted = "inspect.signature(self.processor.__call__)"
+    function = _source.calling(forward, wanted, _HELPER, signature)
+    return None if function is None else marked(SIGNATURE, function)
 
 
 def signature(method: Callable) -> inspect.Signature:

@@ -115,6 +115,21 @@ def function_of(
     return function
 
 
+def calling(function: Callable, wanted: str, name: str, ours: Callable) -> Optional[Callable]:
+    """The function with `ours` for what it calls as `wanted`, an expression of that or of the whole
+    call; None where it does not, or cannot be read. `name` is one that it does not use.
+    """
+    definition = read(function)
+    if definition is None:
+        return None
+    tree = ast.parse(wanted, mode="eval").body
+    calls = [node for node in ast.walk(definition) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if same(call, tree) or same(call.func, tree)]
+    for call in calls:
+        call.func = ast.copy_location(ast.Name(name, ast.Load()), call.func)
+    return function_of(definition, {name: ours}, function) if calls else None
+
+
 def methods(kind: type) -> Iterator[types.FunctionType]:
     """The forward of a module's class, and the methods of the class that it and they call."""
     names, seen = ["forward"], set(dir(nn.Module)) - {"forward"}

@@ -15,16 +15,14 @@ more column, with the lowest logit there is.
 
 from __future__ import annotations
 
-import ast
 import itertools
 from functools import cache
 from typing import Optional
 
 import torch
-from torch.autograd import forward_ad
 from torch.nn import functional
 
-from .._autocast import library
+from .._autocast import define_op
 from .._autograd import below_autograd
 from .._fake import floats_of_rows
 from .._head_parts import has_float32_products, parts
@@ -67,20 +65,8 @@ def _processor_kind(kind: type) -> Optional[type]:
     call = kind.__call__
     if getattr(call, "__globals__", {}).get("F") is not functional:
         return None
-    definition = _source.read(call)
-    if definition is None:
-        return None
-    wanted = ast.parse("F.scaled_dot_product_attention", mode="eval").body
-    calls = [
-        node
-        for node in ast.walk(definition)
-        if isinstance(node, ast.Call) and _source.same(node.func, wanted)
-    ]
-    for node in calls:
-        node.func = ast.copy_location(ast.Name(_HELPER, ast.Load()), node.func)
-    if not calls:
-        return None
-    return subclass_of(kind, _source.function_of(definition, {_HELPER: attention}, call), WHAT)
+    call = _source.calling(call, "F.scaled_dot_product_attention", _HELPER, attention)
+    return None if call is None else subclass_of(kind, call, WHAT)
 
 
 def attention(
@@ -111,11 +97,7 @@ def _is_faster(*given: torch.Tensor) -> bool:
     query, key, value = given
     if not _probe.is_on_gpu(query) or not _probe.taken(query, compiled=True):
         return False
-    if query.dtype not in _probe.HALF or _probe.autocasts(query) or forward_ad._current_level >= 0:
-        return False
-    if any(x.dtype != query.dtype or x.device != query.device for x in given):
-        return False
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+    if query.dtype not in _probe.HALF or not _probe.in_inference(*given):
         return False
     if key.shape != (*query.shape[:2], key.shape[2], query.shape[3]):
         return False
@@ -160,16 +142,12 @@ def _multiply(q: torch.Tensor, k: torch.Tensor, logits: torch.Tensor) -> None:
         torch.addmm(logits, q.float(), k.float().t(), **options, out=logits)
 
 
-library.define("attention_of_wide_heads(Tensor query, Tensor key, Tensor value) -> Tensor")
-
-
 def _op(query, key, value):
     with below_autograd():
         return attention_of_wide_heads(query, key, value)
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl("attention_of_wide_heads", _op, _key)
+define_op("attention_of_wide_heads(Tensor query, Tensor key, Tensor value) -> Tensor", _op)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_of_wide_heads"))
