@@ -108,31 +108,30 @@ __device__ __forceinline__ void run_vectors(const Elementwise& p, int64_t first_
   constexpr bool kNeighbours = N * sizeof(T) == 16;
   OperandLoading<T, N, kAligned, kNeighbours, !kSums> grads[kVectors], ys[kVectors];
   OperandLoading<T, kPart, kAligned, kParts == 1, !kSums> xs[kVectors][kParts];
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
+  // f(loading, row, column, columns of the row) for each of vector j.
+  const auto each_operand = [&](int j, const auto& f) {
     if constexpr (Function::kBackward)
-      grads[j].start(row_of(p.grad_out, 1, j), column_of(j), dim_of(j));
+      f(grads[j], row_of(p.grad_out, 1, j), column_of(j), dim_of(j));
     if constexpr (Function::kReadsX) {
 #pragma unroll
       for (int i = 0; i < kParts; ++i)
-        xs[j][i].start(row_of(p.x, kWidth, j), kWidth * column_of(j) + i * kPart,
-                       kWidth * dim_of(j));
+        f(xs[j][i], row_of(p.x, kWidth, j), kWidth * column_of(j) + i * kPart, kWidth * dim_of(j));
     }
-    if constexpr (Function::kReadsY) ys[j].start(row_of(p.y, 1, j), column_of(j), y_dim_of(j));
+    if constexpr (Function::kReadsY) f(ys[j], row_of(p.y, 1, j), column_of(j), y_dim_of(j));
+  };
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    each_operand(j, [](auto& loading, const T* row, int column, int columns) {
+      loading.start(row, column, columns);
+    });
   }
 
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     if (is_end<kAligned, N>(column_of(j), dim_of(j))) {
-      if constexpr (Function::kBackward)
-        grads[j].load_end(row_of(p.grad_out, 1, j), column_of(j), dim_of(j));
-      if constexpr (Function::kReadsX) {
-#pragma unroll
-        for (int i = 0; i < kParts; ++i)
-          xs[j][i].load_end(row_of(p.x, kWidth, j), kWidth * column_of(j) + i * kPart,
-                            kWidth * dim_of(j));
-      }
-      if constexpr (Function::kReadsY) ys[j].load_end(row_of(p.y, 1, j), column_of(j), y_dim_of(j));
+      each_operand(j, [](auto& loading, const T* row, int column, int columns) {
+        loading.load_end(row, column, columns);
+      });
     }
     float grad_out[N], x[N] = {}, y[N] = {}, out[kWidth * N], out_y[N];
     if constexpr (Function::kBackward)

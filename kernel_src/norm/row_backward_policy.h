@@ -187,10 +187,13 @@ inline void row_backward_stages(const DeviceInfo& device, const RowBackwardMemor
   int stages = kMaxRowStages;
   if (row.cluster == 1 && (vectors == most_vectors || threads == kWarpSize)) {
     const int64_t bytes = rows * shape.dim * memory.element_bytes();
+    const auto within = [&](int most_bytes, int least) {
+      return static_cast<int>(std::clamp<int64_t>(most_bytes / bytes, least, kMaxRowStages));
+    };
     if (policy.bulk) {
-      stages = static_cast<int>(std::clamp<int64_t>(shape.bulk_bytes / bytes, 2, kMaxRowStages));
+      stages = within(shape.bulk_bytes, 2);
     } else if (shape.aligned) {
-      stages = static_cast<int>(std::clamp<int64_t>(shape.bytes / bytes, 1, kMaxRowStages));
+      stages = within(shape.bytes, 1);
     } else if (vectors == most_vectors) {
       stages = shape.stages;
     }
