@@ -399,9 +399,9 @@ void poly_norm(const DeviceInfo& device, Report& report) {
         expect_aligned(report, is_aligned(b), tensors);
         const auto expect_row = [&](const RowPolicy& row, int64_t groups, bool backward) {
           const bool is_short = row.rows_per_thread > 1;
-          const bool is_long = row.cluster > 1 || row.threads_per_row > poly_norm_threads(form > 0);
+          const bool is_long = row.cluster > 1 || row.threads_per_row > kPolyNormThreads;
           const int max_threads = is_short               ? kPolyNormShortThreads
-                                  : backward && !is_long ? poly_norm_threads(form > 0)
+                                  : backward && !is_long ? kPolyNormThreads
                                                          : kPolyNormLongThreads;
           expect_legal_rows(report, device,
                             {groups * row.cluster, 1, row.threads_per_row, row.rows_per_block,
@@ -416,7 +416,18 @@ void poly_norm(const DeviceInfo& device, Report& report) {
         const int64_t at_once = int64_t{row.rows_per_block} * row.rows_per_thread;
         expect_row(row, row.streamed ? rows : ceil_div(rows, at_once), false);
         const PolyNormBackwardPolicy backward = poly_norm_backward_policy(device, b);
-        expect_row(backward.row, backward.groups, true);
+        if (backward.stages > 0) {
+          const RowBackwardShape shape = poly_norm_backward_shape(b);
+          const RowBackwardPolicy staged = row_backward_policy(device, shape);
+          expect_row_backward(report, device, shape, staged);
+          report.expect(staged.bulk && staged.row.threads_per_row > 32, "stages without a kernel");
+          report.expect(staged.stages == backward.stages &&
+                            staged.shared_bytes == backward.shared_bytes &&
+                            staged.blocks_per_group == backward.groups,
+                        "stages of another policy");
+        } else {
+          expect_row(backward.row, backward.groups, true);
+        }
         b.partial_count = form > 1 ? rows : backward.groups;
         const int threads = poly_norm_weight_threads(b);
         report.expect(threads >= 1 && threads <= 1024 &&

@@ -94,6 +94,17 @@ def test_poly_norms_do_not_depend_on_alignment(fuselage, device, op, style, dtyp
     check_moved(op, fuselage, style, (37, dim), dtype, device)
 
 
+# Where aligned rows are copied into shared memory, by blocks and by clusters, and others are not.
+# The blocks then have other rows, so that sums over rows differ.
+@each_style(POLY_NORMS)
+@each_dtype
+@on_devices((), (2048, 5120, 10240, 32768))
+def test_poly_norms_of_many_rows_do_not_depend_on_alignment(
+    fuselage, device, op, style, dtype, dim
+):
+    check_moved(op, fuselage, style, (1501, dim), dtype, device, sums=False)
+
+
 # More blocks of rows than partial sums, so that blocks go round.
 @each_operator(POLY_NORMS)
 @on_devices((), (64, 512))

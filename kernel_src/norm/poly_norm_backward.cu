@@ -2,6 +2,7 @@
 #include "norm/poly_norm.h"
 
 #include "norm/poly_norm_launch.h"
+#include "norm/row_stages.h"
 
 namespace fuselage {
 namespace {
@@ -99,10 +100,9 @@ __device__ __forceinline__ float4 from(const float4& values, int lane) {
 }
 
 // Leaves the sum of what the first threads of the block's rows have, in order, as the block's
-// partial sum.
-__device__ __forceinline__ void leave_partial(const float4& total, float* partials, int index,
-                                              bool first_of_row) {
-  __shared__ float4 rows[kPolyNormShortThreads];
+// partial sum. `rows`: shared memory, one for each row.
+__device__ __forceinline__ void leave_partial(const float4& total, float4* rows, float* partials,
+                                              int index, bool first_of_row) {
   if (first_of_row) rows[threadIdx.y] = total;
   __syncthreads();
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
@@ -114,6 +114,17 @@ __device__ __forceinline__ void leave_partial(const float4& total, float* partia
   if (thread == 0) reinterpret_cast<float4*>(partials)[index] = sum;
 }
 
+// Blocks that a multiprocessor has registers for. On an H200, bfloat16: (1048576, 64) takes 111 us
+// with six and 125 with four, but with mul 242 and 178; (32768, 1024) 51 us with 80 registers a
+// thread, and 55 with 64.
+template <Form kForm>
+constexpr int held_blocks(bool is_short, bool is_long, bool aligned) {
+  constexpr bool kPlain = kForm == Form::plain;
+  if (is_short) return kPlain ? 6 : 4;
+  if (is_long) return kPlain && aligned ? 2 : 1;
+  return kPlain ? 3 : 2;
+}
+
 // Grid: x over groups of blocks (a cluster, or one), which go round until there are no rows left.
 // Block: (threads_per_row, rows_per_block). `blocks_in_cluster` counts with kLong alone.
 //
@@ -121,10 +132,8 @@ __device__ __forceinline__ void leave_partial(const float4& total, float* partia
 template <typename T, int kVectors, int kRows, Form kForm, bool kLong, bool kAligned>
 __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
                                   : kLong   ? kPolyNormLongThreads
-                                            : poly_norm_threads(has_mul(kForm)),
-                                  kRows > 1 ? 4
-                                  : kLong   ? 1
-                                            : 2)
+                                            : kPolyNormThreads,
+                                  held_blocks<kForm>(kRows > 1, kLong, kAligned))
     poly_norm_backward_kernel(const PolyNormBackward p, const int blocks_in_cluster) {
   constexpr int N = 16 / sizeof(T);
   constexpr bool kMul = has_mul(kForm);
@@ -247,8 +256,98 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
     total = of_all;
   }
   if constexpr (kForm != Form::grouped) {
+    __shared__ float4 of_rows[kPolyNormShortThreads];
     if (p.partials != nullptr && block_in_row == 0)
-      leave_partial(total, p.partials, group, threadIdx.x == 0);
+      leave_partial(total, of_rows, p.partials, group, threadIdx.x == 0);
+  }
+}
+
+// Many aligned rows of more than a warp, not of experts. The blocks of a persistent grid have rows
+// side by side, each with a barrier of its own; the next ones are copied into shared memory
+// (norm/row_stages.h) while these are worked on, which are read there twice.
+template <typename T, Form kForm, bool kClusters>
+__global__ void __launch_bounds__(kPolyNormLongThreads, 1)
+    poly_norm_backward_staged_kernel(const PolyNormBackward p, const RowTensors tensors,
+                                     const int blocks_in_cluster, const int stages) {
+  if constexpr (!kCompilesClusters) return;
+  constexpr int N = 16 / sizeof(T);
+  constexpr bool kMul = has_mul(kForm);
+  const int cluster = kClusters ? blocks_in_cluster : 1;
+  extern __shared__ __align__(128) uint4 dynamic_memory[];
+  __shared__ RowSumScratch<4> scratch[2];
+  const int dim = static_cast<int>(p.dim), step = blockDim.x * N;
+  const int block_in_row = cluster > 1 ? cluster_rank() : 0;
+  const RowColumns columns(dim, block_in_row * kPolyNormVectors * step + threadIdx.x * N, step,
+                           kPolyNormVectors);
+  const int64_t group = blockIdx.x / cluster, groups = gridDim.x / cluster;
+  const int64_t row_step = groups * blockDim.y;
+  int64_t row = group + threadIdx.y * groups;
+
+  row_sum_start(cluster, scratch);
+  const Factors factors = load_factors<T>(p, 0);
+  BulkStages<T, T, kPolyNormVectors, kMul ? 3 : 2, 0> staged(shared_in_register(dynamic_memory),
+                                                             tensors, columns, row, stages);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < stages && row + i * row_step < p.rows; ++i)
+      staged.start_row(row + i * row_step, i);
+  }
+  float next_rstd[3] = {};
+  if (row < p.rows) load_rstd(p.rstd, row, next_rstd);
+  row_sum_end(cluster);
+
+  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  int stage = 0, round = 0, turn = 0;
+#pragma unroll 1
+  for (int64_t block_row = group; block_row < p.rows; block_row += row_step) {
+    const bool inside = row < p.rows;
+    float rstd[3] = {next_rstd[0], next_rstd[1], next_rstd[2]};
+    if (row + row_step < p.rows) load_rstd(p.rstd, row + row_step, next_rstd);
+    const Polynomial y(factors, rstd);
+    const auto mul_at = [&](int j) {
+      if constexpr (kMul) return staged.template read<T, 2>(j);
+      return Vector<T, N>{};
+    };
+
+    float sums[4] = {};
+    if (inside) {
+      staged.wait(round);
+#pragma unroll
+      for (int j = 0; j < kPolyNormVectors; ++j) {
+        Inputs<kForm, N> in(staged.template read<T, 0>(j), staged.template read<T, 1>(j), mul_at(j),
+                            y, false, 0.0f);
+        in.multiply_grad();
+        add_products(in.grad, in.x, sums);
+      }
+    }
+    row_sum<true>(sums, cluster, scratch, turn);
+    // The sum had a barrier: all threads of the row are done with the row before it.
+    if (threadIdx.x == 0 && turn > 0 && row + (stages - 1) * row_step < p.rows)
+      staged.start_row(row + (stages - 1) * row_step, stage == 0 ? stages - 1 : -1);
+    if (inside) {
+      add(total, weight_part(rstd, sums));
+      const Derivative derivative(y, rstd, sums, static_cast<float>(dim));
+      T* grad_x = static_cast<T*>(p.grad_x);
+      T* grad_mul = static_cast<T*>(p.grad_mul);
+      if (grad_x != nullptr) grad_x += row * p.grad_x_stride;
+      if (grad_mul != nullptr) grad_mul += row * p.grad_mul_stride;
+#pragma unroll
+      for (int j = 0; j < kPolyNormVectors; ++j) {
+        write_gradients<kForm, true>(staged.template read<T, 0>(j), staged.template read<T, 1>(j),
+                                     mul_at(j), y, derivative, false, false, 0.0f, grad_x, grad_mul,
+                                     columns.of(j), dim);
+      }
+    }
+    const bool last = ++stage == stages;
+    staged.advance(last ? 1 - stages : 1);
+    if (last) stage = 0, round ^= 1;
+    row += row_step;
+    ++turn;
+  }
+  launch_dependents();
+  if (p.partials != nullptr && block_in_row == 0) {
+    __syncthreads();  // some rows may still be read
+    leave_partial(total, reinterpret_cast<float4*>(dynamic_memory), p.partials, group,
+                  threadIdx.x == 0);
   }
 }
 
@@ -339,7 +438,9 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
   }
   launch_dependents();
   if constexpr (kForm != Form::grouped) {
-    if (p.partials != nullptr) leave_partial(total, p.partials, blockIdx.x, threadIdx.x == 0);
+    __shared__ float4 of_rows[kPolyNormShortThreads];
+    if (p.partials != nullptr)
+      leave_partial(total, of_rows, p.partials, blockIdx.x, threadIdx.x == 0);
   }
 }
 
@@ -385,12 +486,25 @@ const char* poly_norm_backward(const PolyNormBackward& p, int device, void* raw_
     constexpr Form kForm = decltype(form)::value;
     const dim3 grid(policy.groups * row.cluster);
     const dim3 block(row.threads_per_row, row.rows_per_block);
+    if constexpr (kForm != Form::grouped) {
+      if (policy.stages > 0) {
+        RowTensors tensors{};
+        tensors.add(p.grad_out, p.grad_out_stride);
+        tensors.add(p.x, p.x_stride);
+        if (p.mul != nullptr) tensors.add(p.mul, p.mul_stride);
+        return with_bool(row.cluster > 1, [&](auto clusters) {
+          return gpu_launch(&poly_norm_backward_staged_kernel<T, kForm, clusters>, grid, block,
+                            policy.shared_bytes, row.cluster, stream, p, tensors, row.cluster,
+                            policy.stages);
+        });
+      }
+    }
     const bool aligned = is_aligned(p);
     if (is_streamed(row, aligned)) {
       return gpu_launch(&poly_norm_backward_streamed_kernel<T, kForm>, grid, block, 0, 1, stream, p,
                         row.rows_per_thread);
     }
-    const bool is_long = row.cluster > 1 || row.threads_per_row > poly_norm_threads(has_mul(kForm));
+    const bool is_long = row.cluster > 1 || row.threads_per_row > kPolyNormThreads;
     return with_row_kernel<kForm>(
         row, is_long, aligned, [&](auto vectors, auto rows, auto is_long, auto is_aligned) {
           return gpu_launch(

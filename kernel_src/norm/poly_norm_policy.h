@@ -7,6 +7,7 @@
 #include "common/alignment.h"
 #include "common/launch_policy.h"
 #include "norm/poly_norm.h"
+#include "norm/row_backward_policy.h"
 
 namespace fuselage {
 
@@ -28,23 +29,18 @@ inline bool is_aligned(const PolyNormBackward& p) {
 constexpr int kPolyNormVectors = 4;        // of a row in a thread, at most
 constexpr int kPolyNormLongThreads = 512;  // of a block, at most
 
-// Threads of a block that has a row by itself, at most: longer rows are cut over a cluster. Two
-// blocks or more must fit on a multiprocessor, so that one loads while the other adds up. On an
-// H200, bfloat16, (8192, 14336): the plain backward takes 201 us with one block a row, 289 with
-// two; the forward with mul 184 us with two blocks a row, 210 with one.
-constexpr int poly_norm_threads(bool has_mul) { return has_mul ? 256 : kPolyNormLongThreads; }
+// Up to so many a backward that holds rows in registers has two blocks or more on a multiprocessor:
+// one loads while others add up.
+constexpr int kPolyNormThreads = 256;
 
 // Threads of a block of short rows.
 constexpr int kPolyNormShortThreads = 128;
 
-// Where rows are cut over the blocks of a cluster, each block has at most this many vectors if it
-// can.
-constexpr int64_t kPolyNormClusterVectors = 1024;
-
-// A block holds rows of up to `block_threads` threads by itself. `several_rows`: whether a thread
-// may have several short ones.
+// A block holds rows of up to kPolyNormLongThreads by itself; longer ones are cut over a cluster.
+// `several_rows`: whether a thread may have several short ones.
 inline RowPolicy poly_norm_row_policy(const DeviceInfo& device, int element_size, int64_t dim,
-                                      int block_threads, bool several_rows) {
+                                      bool several_rows) {
+  constexpr int64_t kBlockVectors = int64_t{kPolyNormLongThreads} * kPolyNormVectors;
   const int64_t count = ceil_div(dim, 16 / element_size);
   RowPolicy policy{};
   policy.vectors = kPolyNormVectors;
@@ -57,10 +53,9 @@ inline RowPolicy poly_norm_row_policy(const DeviceInfo& device, int element_size
     policy.vectors = 2;
     policy.rows_per_thread = 2;
   }
-  if (count > int64_t{block_threads} * kPolyNormVectors)
-    policy.cluster = cluster_for(device, count, kPolyNormClusterVectors);
+  if (count > kBlockVectors) policy.cluster = cluster_for(device, count, kBlockVectors);
   const int64_t block_count = ceil_div(count, policy.cluster);
-  policy.streamed = block_count > kPolyNormLongThreads * kPolyNormVectors;
+  policy.streamed = block_count > kBlockVectors;
   if (policy.streamed) {
     policy.cluster = 1;
     policy.threads_per_row = kPolyNormLongThreads;
@@ -75,8 +70,7 @@ inline RowPolicy poly_norm_row_policy(const DeviceInfo& device, int element_size
 }
 
 inline RowPolicy poly_norm_forward_policy(const DeviceInfo& device, const PolyNormForward& p) {
-  return poly_norm_row_policy(device, dtype_size(p.dtype), p.dim,
-                              poly_norm_threads(p.mul != nullptr), p.offs == nullptr);
+  return poly_norm_row_policy(device, dtype_size(p.dtype), p.dim, p.offs == nullptr);
 }
 
 // The most partial sums of the weight gradient: a block of the second kernel reads four a thread.
@@ -85,15 +79,57 @@ constexpr int64_t kPolyNormPartials = 4096;
 
 struct PolyNormBackwardPolicy {
   RowPolicy row;
-  int64_t groups;  // blocks, or clusters of them
+  int64_t groups;    // blocks, or clusters of them
+  int stages;        // rows under way to shared memory; 0 where rows are held in registers
+  int shared_bytes;  // dynamic shared memory of a block
 };
+
+// What a block with stages is given: as the norms' backwards, but rows have no factors, and their
+// sums are not kept by column.
+inline RowBackwardShape poly_norm_backward_shape(const PolyNormBackward& p) {
+  RowBackwardShape shape{};
+  shape.groups = 1;
+  shape.group_rows = p.rows;
+  shape.dim = p.dim;
+  shape.aligned = is_aligned(p);
+  shape.element_size = shape.grad_out_size = dtype_size(p.dtype);
+  shape.tensors = p.mul != nullptr ? 3 : 2;
+  shape.threads = kPolyNormLongThreads;
+  shape.max_columns = kPolyNormVectors * 16 / shape.element_size;
+  shape.bulk = true;
+  shape.bulk_turns = 2;
+  // NOTE: measured on an H200, bfloat16, as is bulk_bytes. With mul (16384, 4096) takes 168 us with
+  // two rows side by side in three stages, and 185 with four in two; (13107, 5120) takes 169 with
+  // two, and 182 with three. Without, of as many rows as fit, (4096, 16384) takes 101 us in three
+  // stages and 114 in two, but float32 (16384, 4096) 215 and 196.
+  if (p.mul != nullptr) shape.bulk_row_bytes = 48 << 10;
+  shape.bulk_bytes = (p.mul != nullptr ? 190 : shape.element_size == 2 ? 192 : 184) << 10;
+  return shape;
+}
+
+// Whether registers take less time than stages. Blocks of a large cluster wait for each other every
+// row, which only other clusters on the multiprocessor hide: (512, 131072) takes 260 us on an H200
+// with stages, 143 without. The expert of a row is found when its turn comes: 303 us, and 187, of
+// (16384, 4096) of 64 experts. float32 of (16384, 4096) with mul: 344 and 327.
+inline bool holds_better(const PolyNormBackward& p, const RowPolicy& row) {
+  return row.cluster > 2 || p.offs != nullptr ||
+         (p.mul != nullptr && p.dtype == DType::float32 && row.threads_per_row <= kPolyNormThreads);
+}
 
 inline PolyNormBackwardPolicy poly_norm_backward_policy(const DeviceInfo& device,
                                                         const PolyNormBackward& p) {
   PolyNormBackwardPolicy policy{};
   const bool grouped = p.offs != nullptr;
-  policy.row = poly_norm_row_policy(device, dtype_size(p.dtype), p.dim,
-                                    poly_norm_threads(p.mul != nullptr), !grouped);
+  const RowBackwardPolicy staged = row_backward_policy(device, poly_norm_backward_shape(p));
+  if (staged.bulk && !holds_better(p, staged.row)) {
+    policy.row = staged.row;
+    policy.row.rows_per_thread = 1;
+    policy.groups = staged.blocks_per_group;
+    policy.stages = staged.stages;
+    policy.shared_bytes = staged.shared_bytes;
+    return policy;
+  }
+  policy.row = poly_norm_row_policy(device, dtype_size(p.dtype), p.dim, !grouped);
   const int64_t rows_at_once = int64_t{policy.row.rows_per_block} * policy.row.rows_per_thread;
   policy.groups = ceil_div(p.rows, rows_at_once);
   // Rows of experts leave a partial sum each.

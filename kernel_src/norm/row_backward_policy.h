@@ -38,6 +38,7 @@ struct RowBackwardShape {
   bool full_stages;          // stages have room for all threads that a block may have
   // What was measured for the operator:
   int bulk_turns;  // bulk copies pay where a block has more rows than these, one after the other
+  int bulk_row_bytes;  // that rows side by side have together, of bulk copies; 0: what fits
   // Bytes of rows under way to a multiprocessor, at most: more are slower. Of bulk copies, and of
   // others of aligned rows of a warp or more. Where neither says so, this many stages.
   int bulk_bytes, bytes, stages;
@@ -177,6 +178,11 @@ inline void row_backward_stages(const DeviceInfo& device, const RowBackwardMemor
   policy.bulk = shape.aligned && shape.bulk && device.has_bulk_copy && threads > kWarpSize &&
                 turns > shape.bulk_turns && vectors == most_vectors && policy.column_blocks == 0 &&
                 fits_bulk(1);
+  const int64_t row_bytes = shape.dim * memory.element_bytes();
+  if (policy.bulk && shape.bulk_row_bytes > 0) {
+    row.rows_per_block = static_cast<int>(
+        std::min<int64_t>(row.rows_per_block, ceil_div(shape.bulk_row_bytes, row_bytes)));
+  }
   while (policy.bulk && !fits_bulk(row.rows_per_block)) --row.rows_per_block;
   const int rows = row.rows_per_block;
   // NOTE: bulk copies bring no statistics.
@@ -186,7 +192,7 @@ inline void row_backward_stages(const DeviceInfo& device, const RowBackwardMemor
   // (512, 131072) takes 206 us on an H200 with two, 178 with three.
   int stages = kMaxRowStages;
   if (row.cluster == 1 && (vectors == most_vectors || threads == kWarpSize)) {
-    const int64_t bytes = rows * shape.dim * memory.element_bytes();
+    const int64_t bytes = rows * row_bytes;
     const auto within = [&](int most_bytes, int least) {
       return static_cast<int>(std::clamp<int64_t>(most_bytes / bytes, least, kMaxRowStages));
     };
