@@ -704,23 +704,21 @@ void for_each_heads(Report& report, F f) {
 
 void rotary(const DeviceInfo& device, Report& report) {
   for_each_heads(report, [&](const RotaryShape& shape, int64_t q, int64_t k) {
-    for (const int vector : {2, 4}) {
-      for (const bool rest : {false, true}) {
-        for (const bool aligned : {aligned_shape(shape, vector), false}) {
-          const RotaryPolicy policy = rotary_policy(device, shape, q + k, vector, rest, aligned);
-          expect_legal(
-              report, device,
-              {ceil_div(shape.batch * shape.tokens, policy.tokens_per_block),
-               policy.blocks_per_token, policy.threads_per_token, policy.tokens_per_block, 0, 1},
-              kRotaryThreads);
-          const int threads = policy.threads_per_token * policy.tokens_per_block;
-          report.expect(aligned || threads % kWarpSize == 0, "whole warps");
-          const int64_t items = policy.layout.rotated_items + policy.layout.rest_items;
-          report.expect(
-              int64_t{policy.threads_per_token} * policy.blocks_per_token >= items * policy.groups,
-              "items without a thread");
-          report.expect(policy.groups * policy.heads_per_thread >= q + k, "heads");
-        }
+    for (const bool rest : {false, true}) {
+      for (const bool aligned : {false, true}) {
+        const RotaryPolicy policy = rotary_policy(device, shape, q + k, rest, aligned);
+        expect_legal(
+            report, device,
+            {ceil_div(shape.batch * shape.tokens, policy.tokens_per_block), policy.blocks_per_token,
+             policy.threads_per_token, policy.tokens_per_block, 0, 1},
+            kRotaryThreads);
+        const int threads = policy.threads_per_token * policy.tokens_per_block;
+        report.expect(aligned || threads % kWarpSize == 0, "whole warps");
+        const int64_t items = policy.layout.rotated_items + policy.layout.rest_items;
+        report.expect(
+            int64_t{policy.threads_per_token} * policy.blocks_per_token >= items * policy.groups,
+            "items without a thread");
+        report.expect(policy.groups * policy.heads_per_thread >= q + k, "heads");
       }
     }
   });

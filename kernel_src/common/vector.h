@@ -333,6 +333,24 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
     }
   }
 
+  // Rows of whole words, that start on the boundary of one. Words past the row's end are zero.
+  static __device__ __forceinline__ Vector load_words(const T* row, int column, int dim) {
+    Vector v;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int at = column + i * Traits::kElements;
+      v.words[i] = at < dim ? *reinterpret_cast<const uint32_t*>(row + at) : 0;
+    }
+    return v;
+  }
+  __device__ __forceinline__ void store_words(T* row, int column, int dim) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int at = column + i * Traits::kElements;
+      if (at < dim) *reinterpret_cast<uint32_t*>(row + at) = words[i];
+    }
+  }
+
   // The elements of a vector that only begins in a row, one by one; those past the row's end are
   // zero. NOTE: inlined, though it is rare and much code. A call in their place came with 5 to 15%
   // more time for rows of 4097 columns on an H200.

@@ -12,8 +12,8 @@
 // keeps the weight gradient of its columns in registers; blocks leave one row of float32 partial
 // sums each, which a second kernel adds up in order.
 //
-// With kAligned every half of a head starts and ends on the boundary of a vector; without, halves
-// may start anywhere (common/vector.h). Which thread has which columns, and so the order of every
+// Every half of a head starts and ends on the boundary of a vector, or of a word, or anywhere
+// (common/vector.h): kStarts. Which thread has which columns, and so the order of every
 // sum, is the same.
 #include "common/dispatch.h"
 #include "common/ptx.h"
@@ -47,16 +47,19 @@ __device__ __forceinline__ void change_part(Vector<T, N>& first, Vector<T, N>& s
 }
 
 // weight_offset + weight in N columns of an item's vectors, from `column` on, or one.
-template <bool kAligned, typename T, int N>
+template <Starts kStarts, typename T, int N>
 __device__ __forceinline__ void item_factors(const void* weight, DType weight_dtype, float offset,
                                              const Item& item, int column, float (&f1)[N],
                                              float (&f2)[N]) {
   const auto load_as = [&](auto zero) {
     using W = decltype(zero);
     const W* row = static_cast<const W*>(weight);
-    if constexpr (kAligned) {
+    using V = Vector<W, N>;
+    if constexpr (kStarts == Starts::words) {
+      V::load_words(row + item.first, column, item.first_size).to_floats(f1);
+      V::load_words(row + item.second, column, item.second_size).to_floats(f2);
+    } else if constexpr (kStarts == Starts::vectors) {
       // What is past the end belongs to no element.
-      using V = Vector<W, N>;
       const V first = V::load(row + item.first + min(column, item.first_size - N));
       const V second = V::load(row + (column < item.second_size ? item.second + column : 0));
       first.to_floats(f1);
@@ -105,10 +108,10 @@ __device__ __forceinline__ int opaque(int value) {
 // Block: (threads_per_row, rows_per_block). A row is a unit of heads of a token, all of q or all of
 // k, that share cos, sin and weight: kHeads at a time. With kHeads > 1 its threads are at most a
 // warp.
-template <typename T, int N, int kHeads, Pairs kPairs, bool kAligned>
-__global__ void __launch_bounds__(kQkNormThreads, !kAligned     ? 1
-                                                  : kHeads == 1 ? 4
-                                                                : kQkNormBlocks)
+template <typename T, int N, int kHeads, Pairs kPairs, Starts kStarts>
+__global__ void __launch_bounds__(kQkNormThreads, kStarts == Starts::anywhere ? 1
+                                                  : kHeads == 1               ? 4
+                                                                              : kQkNormBlocks)
     qk_norm_rotary_kernel(const QkNormRotary p, const HeadLayout layout, const int unit_heads,
                           const int q_rows, const Divisor rows_of_token, const Divisor tokens,
                           const float per_column) {
@@ -134,21 +137,21 @@ __global__ void __launch_bounds__(kQkNormThreads, !kAligned     ? 1
   float f1[M], f2[M];
   const auto load_factors = [&](int start) {
     if (item.rotated) {
-      load_rotation<T, kAligned>(p.table, p.shape, table, item, item.column + start, interleaved,
-                                 false, rotation);
+      load_rotation<T, kStarts>(p.table, p.shape, table, item, item.column + start, interleaved,
+                                false, rotation);
     }
-    item_factors<kAligned, T>(side.weight, side.weight_dtype, p.weight_offset, item,
-                              item.column + start, f1, f2);
+    item_factors<kStarts, T>(side.weight, side.weight_dtype, p.weight_offset, item,
+                             item.column + start, f1, f2);
   };
 
-  ItemLoading<T, N, kAligned> loading[kHeads];
+  ItemLoading<T, N, kStarts> loading[kHeads];
   const T* heads[kHeads];
   const auto start_heads = [&](int done) {
     const auto exists = [&](int i) { return done + i < count; };
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       heads[i] = x;
-      if constexpr (kAligned) {
+      if constexpr (kStarts != Starts::anywhere) {
         loading[i].start_inside(x, item);
       } else {
         loading[i].start(x, item, exists(i));
@@ -219,7 +222,7 @@ __global__ void __launch_bounds__(kQkNormThreads, !kAligned     ? 1
     if constexpr (M < N) finish_columns(std::integral_constant<int, M>{});
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
-      store_item<kAligned>(first[i], second[i], out, item, exists(i), layout.width);
+      store_item<kStarts>(first[i], second[i], out, item, exists(i), layout.width);
       out += exists(i + 1) ? side.out.head_stride : 0;
     }
     done += kHeads;
@@ -260,8 +263,9 @@ __device__ __forceinline__ void write_partials(const float (&g1)[N], const float
 // Block: (threads_per_row, rows_per_block). Grid: any. A row takes one unit of a token's heads
 // after the other, kHeads of them at a time: of q first, then of k. With kHeads > 1 a row is at
 // most a warp.
-template <typename T, int N, int kHeads, Pairs kPairs, bool kAligned>
-__global__ void __launch_bounds__(kQkNormThreads, kAligned ? kQkNormBackwardBlocks : 1)
+template <typename T, int N, int kHeads, Pairs kPairs, Starts kStarts>
+__global__ void __launch_bounds__(kQkNormThreads,
+                                  kStarts == Starts::anywhere ? 1 : kQkNormBackwardBlocks)
     qk_norm_rotary_backward_kernel(const QkNormRotaryBackward p, const HeadLayout layout,
                                    const Divisor tokens, const int q_unit, const int k_unit,
                                    const float per_column) {
@@ -279,8 +283,8 @@ __global__ void __launch_bounds__(kQkNormThreads, kAligned ? kQkNormBackwardBloc
     const Item item = item_of(layout, p.shape, threadIdx.x, N);
     float f1[N], f2[N], grad_weight1[N] = {}, grad_weight2[N] = {};
     if (heads > 0) {
-      item_factors<kAligned, T>(side.weight, side.weight_dtype, p.weight_offset, item, item.column,
-                                f1, f2);
+      item_factors<kStarts, T>(side.weight, side.weight_dtype, p.weight_offset, item, item.column,
+                               f1, f2);
     }
     // The unit of this row, and how far it is to that of the next turn: persistent blocks are few,
     // and so there are no divisions of 64 bits.
@@ -305,14 +309,14 @@ __global__ void __launch_bounds__(kQkNormThreads, kAligned ? kQkNormBackwardBloc
 #pragma unroll 1
       for (int done = 0; done < unit_heads; done += kHeads) {
         const auto exists = [&](int i) { return done + i < count; };
-        ItemLoading<T, N, kAligned> x_loading[kHeads], g_loading[kHeads];
+        ItemLoading<T, N, kStarts> x_loading[kHeads], g_loading[kHeads];
         const T* x_heads[kHeads];
         const T* g_heads[kHeads];
 #pragma unroll
         for (int i = 0; i < kHeads; ++i) {
           x_heads[i] = x;
           g_heads[i] = grad_out;
-          if constexpr (kAligned) {
+          if constexpr (kStarts != Starts::anywhere) {
             x_loading[i].start_inside(x, item);
             g_loading[i].start_inside(grad_out, item);
           } else {
@@ -323,9 +327,9 @@ __global__ void __launch_bounds__(kQkNormThreads, kAligned ? kQkNormBackwardBloc
           grad_out += exists(i + 1) ? side.grad_out.head_stride : 0;
         }
         if (done == 0 && item.rotated) {
-          load_rotation<T, kAligned>(p.table, p.shape, known_row(p.table, here),
-                                     item_of(layout, p.shape, opaque(threadIdx.x), N), item.column,
-                                     interleaved, true, rotation);
+          load_rotation<T, kStarts>(p.table, p.shape, known_row(p.table, here),
+                                    item_of(layout, p.shape, opaque(threadIdx.x), N), item.column,
+                                    interleaved, true, rotation);
         }
 
         // g, and the sums of x^2 and of g * f * x.
@@ -387,8 +391,8 @@ __global__ void __launch_bounds__(kQkNormThreads, kAligned ? kQkNormBackwardBloc
             }
           }
           if (side.grad_x.data != nullptr) {
-            store_item<kAligned>(Vector<T, N>::from_floats(x1), Vector<T, N>::from_floats(x2),
-                                 grad_x, item, exists(i), layout.width);
+            store_item<kStarts>(Vector<T, N>::from_floats(x1), Vector<T, N>::from_floats(x2),
+                                grad_x, item, exists(i), layout.width);
             grad_x += exists(i + 1) ? side.grad_x.head_stride : 0;
           }
         }
@@ -440,8 +444,8 @@ const char* qk_norm_rotary(const QkNormRotary& call, int device, void* stream) {
   const int64_t tokens = p.shape.batch * p.shape.tokens;
   const int64_t q_rows = ceil_div(p.q.heads, policy.unit);
   const int64_t rows = q_rows + ceil_div(p.k.heads, policy.unit);
-  const bool aligned = is_aligned(p, policy.row.vector);
-  return dispatch_heads(p.shape, aligned, [&](auto tag, auto pairs, auto is_aligned) {
+  const Starts starts = starts_of(p, policy.row.vector, kRotaryVector);
+  return dispatch_heads(p.shape, starts, [&](auto tag, auto pairs, auto starts) {
     using T = typename decltype(tag)::type;
     const auto run = [&](auto kernel) {
       return gpu_launch(kernel, dim3(ceil_div(tokens * rows, policy.row.rows_per_block)),
@@ -451,11 +455,9 @@ const char* qk_norm_rotary(const QkNormRotary& call, int device, void* stream) {
                         1.0f / static_cast<float>(p.shape.dim));
     };
     constexpr int kFew = kRotaryVector, kMany = 16 / sizeof(T);
-    if (policy.row.vector != kFew)
-      return run(&qk_norm_rotary_kernel<T, kMany, 1, pairs, is_aligned>);
-    if (policy.heads_per_turn == 1)
-      return run(&qk_norm_rotary_kernel<T, kFew, 1, pairs, is_aligned>);
-    return run(&qk_norm_rotary_kernel<T, kFew, kQkNormHeads, pairs, is_aligned>);
+    if (policy.row.vector != kFew) return run(&qk_norm_rotary_kernel<T, kMany, 1, pairs, starts>);
+    if (policy.heads_per_turn == 1) return run(&qk_norm_rotary_kernel<T, kFew, 1, pairs, starts>);
+    return run(&qk_norm_rotary_kernel<T, kFew, kQkNormHeads, pairs, starts>);
   });
 }
 
@@ -472,8 +474,9 @@ const char* qk_norm_rotary_backward(const QkNormRotaryBackward& call, int device
       qk_norm_backward_policy(device_info(device), p.shape, p.q.heads, p.k.heads);
   const bool weights = p.q.grad_weight != nullptr || p.k.grad_weight != nullptr;
   const int shared_bytes = weights ? policy.weight_bytes : 0;
-  const bool aligned = is_aligned(p, policy.row.vector);
-  const char* error = dispatch_heads(p.shape, aligned, [&](auto tag, auto pairs, auto is_aligned) {
+  const int table_vector = std::min(policy.row.vector, 16 / dtype_size(p.table.dtype));
+  const Starts starts = starts_of(p, policy.row.vector, table_vector);
+  const char* error = dispatch_heads(p.shape, starts, [&](auto tag, auto pairs, auto starts) {
     using T = typename decltype(tag)::type;
     const auto run = [&](auto kernel) {
       return gpu_launch(kernel, dim3(policy.blocks),
@@ -484,10 +487,10 @@ const char* qk_norm_rotary_backward(const QkNormRotaryBackward& call, int device
     constexpr int kFew = kRotaryVector, kMany = 16 / sizeof(T);
     constexpr int kHeads = qk_norm_backward_heads(sizeof(T));
     if (policy.row.vector != kFew)
-      return run(&qk_norm_rotary_backward_kernel<T, kMany, 1, pairs, is_aligned>);
+      return run(&qk_norm_rotary_backward_kernel<T, kMany, 1, pairs, starts>);
     if (policy.heads_per_turn == 1)
-      return run(&qk_norm_rotary_backward_kernel<T, kFew, 1, pairs, is_aligned>);
-    return run(&qk_norm_rotary_backward_kernel<T, kFew, kHeads, pairs, is_aligned>);
+      return run(&qk_norm_rotary_backward_kernel<T, kFew, 1, pairs, starts>);
+    return run(&qk_norm_rotary_backward_kernel<T, kFew, kHeads, pairs, starts>);
   });
   if (error != nullptr || !weights) return error;
   // The partial sums of k lie after those of q.

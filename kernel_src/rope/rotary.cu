@@ -4,8 +4,8 @@
 // and sin of their columns, which it loads once. All loads are issued before the first use. The
 // threads of a token are neighbours, so cos and sin come from the L2 cache once a block.
 //
-// With kAligned every half of a head starts and ends on the boundary of a vector; without, halves
-// may start anywhere, and have any size (common/vector.h).
+// Every half of a head starts and ends on the boundary of a vector; or of a word, as those of heads
+// of 100 do; or they start anywhere, and have any size (common/vector.h): kStarts.
 #include "rope/rotary.h"
 
 #include "rope/rotary_device.h"
@@ -14,10 +14,11 @@ namespace fuselage {
 namespace {
 
 // Block: (threads of a token, tokens). Grid: (tokens / tokens a block, blocks of a token).
-template <typename T, int N, int kHeads, Pairs kPairs, bool kAligned>
-__global__ void __launch_bounds__(kRotaryThreads, kAligned ? 3 : 1)
+template <typename T, int N, int kHeads, Pairs kPairs, Starts kStarts>
+__global__ void __launch_bounds__(kRotaryThreads, kStarts != Starts::anywhere ? 3 : 1)
     rotary_kernel(const Rotary p, const HeadLayout layout, const int groups, const Divisor items,
                   const Divisor tokens) {
+  constexpr bool kAligned = kStarts != Starts::anywhere;
   const bool interleaved = is_interleaved<kPairs>(p.shape);
   const int slot = blockIdx.y * blockDim.x + threadIdx.x;
   const int group = static_cast<int>(quotient(slot, items));
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(kRotaryThreads, kAligned ? 3 : 1)
     return head_of<T>(side, at, is_q ? head : head - q_heads);
   };
   const auto exists = [&](int i) { return inside && head_of_turn(i) < heads; };
-  ItemLoading<T, N, kAligned> loading[kHeads];
+  ItemLoading<T, N, kStarts> loading[kHeads];
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
     if constexpr (kAligned) {
@@ -47,8 +48,8 @@ __global__ void __launch_bounds__(kRotaryThreads, kAligned ? 3 : 1)
   }
   Rotation<N> rotation;
   if (inside && item.rotated) {
-    load_rotation<T, kAligned>(p.table, p.shape, known_row(p.table, at), item, item.column,
-                               interleaved, p.inverse, rotation);
+    load_rotation<T, kStarts>(p.table, p.shape, known_row(p.table, at), item, item.column,
+                              interleaved, p.inverse, rotation);
   }
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
@@ -64,8 +65,8 @@ __global__ void __launch_bounds__(kRotaryThreads, kAligned ? 3 : 1)
       first = Vector<T, N>::from_floats(x1);
       second = Vector<T, N>::from_floats(x2);
     }
-    store_item<kAligned>(first, second, exists(i) ? head_at(head, true) : nullptr, item, exists(i),
-                         layout.width);
+    store_item<kStarts>(first, second, exists(i) ? head_at(head, true) : nullptr, item, exists(i),
+                        layout.width);
   }
 }
 
@@ -77,41 +78,31 @@ namespace gpu {
 
 const char* rotary(const Rotary& call, int device, void* stream) {
   const Rotary p = by_position(call, &RotarySide::x, &RotarySide::out);
-  // Halves of an even size that is no multiple of four, as those of a head of 100, have vectors of
-  // two.
-  const bool whole = is_aligned(p, kRotaryVector);
-  const bool pairs_of_two = !whole && !p.shape.interleaved && is_aligned(p, kRotaryVector / 2);
-  const int vector = pairs_of_two ? kRotaryVector / 2 : kRotaryVector;
-  const bool aligned = whole || pairs_of_two;
+  const Starts starts = starts_of(p, kRotaryVector, kRotaryVector);
   const bool with_rest = !p.in_place && p.shape.dim > p.shape.rotary_dim;
   const RotaryPolicy policy = rotary_policy(device_info(device), p.shape, p.q.heads + p.k.heads,
-                                            vector, with_rest, aligned);
+                                            with_rest, starts != Starts::anywhere);
   const int64_t tokens = p.shape.batch * p.shape.tokens;
   if (policy.blocks_per_token > kMostBlocksAlongY)
     return "all heads of a token have too many elements for one launch";
   const dim3 grid(ceil_div(tokens, policy.tokens_per_block), policy.blocks_per_token);
   const dim3 block(policy.threads_per_token, policy.tokens_per_block);
-  return dispatch_heads(p.shape, aligned, [&](auto tag, auto pairs, auto is_aligned) {
+  return dispatch_heads(p.shape, starts, [&](auto tag, auto pairs, auto starts) {
     using T = typename decltype(tag)::type;
+    constexpr int N = kRotaryVector;
     const auto run = [&](auto kernel) {
       return gpu_launch(kernel, grid, block, 0, 1, static_cast<gpuStream>(stream), p, policy.layout,
                         policy.groups,
                         Divisor(policy.layout.rotated_items + policy.layout.rest_items),
                         Divisor(p.shape.tokens));
     };
-    const auto run_vectors = [&](auto size) {
-      if constexpr (is_aligned) {
-        switch (policy.heads_per_thread) {
-          case 1: return run(&rotary_kernel<T, size, 1, pairs, true>);
-          case 4: return run(&rotary_kernel<T, size, 4, pairs, true>);
-        }
+    if constexpr (starts != Starts::anywhere) {
+      switch (policy.heads_per_thread) {
+        case 1: return run(&rotary_kernel<T, N, 1, pairs, starts>);
+        case 4: return run(&rotary_kernel<T, N, 4, pairs, starts>);
       }
-      return run(&rotary_kernel<T, size, 2, pairs, is_aligned>);
-    };
-    if constexpr (pairs == Pairs::halves) {
-      if (pairs_of_two) return run_vectors(std::integral_constant<int, kRotaryVector / 2>{});
     }
-    return run_vectors(std::integral_constant<int, kRotaryVector>{});
+    return run(&rotary_kernel<T, N, 2, pairs, starts>);
   });
 }
 

@@ -59,18 +59,19 @@ __device__ __forceinline__ void unaligned_columns(const C* row, int column, int 
 
 // Columns from `column1` and from `column2` on of a token's cos and sin, of `size1` and `size2`
 // columns. All loads come before the first conversion, which would wait for its own.
-template <bool kAligned, int N, typename C>
+template <Starts kStarts, int N, typename C>
 __device__ __forceinline__ void table_columns(const C* cos, const C* sin, int column1, int column2,
                                               int size1, int size2, float (&cos1)[N],
                                               float (&cos2)[N], float (&sin1)[N],
                                               float (&sin2)[N]) {
-  if constexpr (kAligned) {
+  if constexpr (kStarts != Starts::anywhere) {
     using V = Vector<C, N>;
-    // What is past the end belongs to no element.
-    column1 = min(column1, size1 - N);
-    column2 = min(column2, size2 - N);
-    const V c1 = V::load(cos + column1), c2 = V::load(cos + column2);
-    const V s1 = V::load(sin + column1), s2 = V::load(sin + column2);
+    const auto load = [](const C* row, int column, int size) {
+      if constexpr (kStarts == Starts::words) return V::load_words(row, column, size);
+      return V::load(row + min(column, size - N));  // what is past the end belongs to no element
+    };
+    const V c1 = load(cos, column1, size1), c2 = load(cos, column2, size2);
+    const V s1 = load(sin, column1, size1), s2 = load(sin, column2, size2);
     c1.to_floats(cos1);
     c2.to_floats(cos2);
     s1.to_floats(sin1);
@@ -105,7 +106,7 @@ __device__ __forceinline__ KnownRow known_row(const RotaryTable& table, const To
 }
 
 // Of N of the columns of an item's vectors, from `column` on.
-template <bool kAligned, typename C, int N>
+template <Starts kStarts, typename C, int N>
 __device__ __forceinline__ void load_rotation_as(const RotaryTable& table, const RotaryShape& shape,
                                                  const KnownRow& row, const Item& item, int column,
                                                  bool interleaved, bool inverse, Rotation<N>& r) {
@@ -116,22 +117,20 @@ __device__ __forceinline__ void load_rotation_as(const RotaryTable& table, const
   if (interleaved) {
     const int behind = item.first_size;  // where the first vectors end and the second begin
     if (table.half_width) {
-      // Neighbours share a column. Vectors of two are of halves alone.
-      if constexpr (N >= 4) {
-        float c1[N / 2], c2[N / 2], s1[N / 2], s2[N / 2];
-        table_columns<kAligned>(cos, sin, column / 2, (behind + column) / 2, behind / 2, dim / 2,
-                                c1, c2, s1, s2);
+      // Neighbours share a column.
+      float c1[N / 2], c2[N / 2], s1[N / 2], s2[N / 2];
+      table_columns<kStarts>(cos, sin, column / 2, (behind + column) / 2, behind / 2, dim / 2, c1,
+                             c2, s1, s2);
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-          r.cos1[i] = c1[i / 2];
-          r.cos2[i] = c2[i / 2];
-          first[i] = s1[i / 2];
-          second[i] = s2[i / 2];
-        }
+      for (int i = 0; i < N; ++i) {
+        r.cos1[i] = c1[i / 2];
+        r.cos2[i] = c2[i / 2];
+        first[i] = s1[i / 2];
+        second[i] = s2[i / 2];
       }
     } else {
-      table_columns<kAligned>(cos, sin, column, behind + column, behind, dim, r.cos1, r.cos2, first,
-                              second);
+      table_columns<kStarts>(cos, sin, column, behind + column, behind, dim, r.cos1, r.cos2, first,
+                             second);
     }
 #pragma unroll
     for (int i = 0; i < N; i += 2) {
@@ -142,8 +141,8 @@ __device__ __forceinline__ void load_rotation_as(const RotaryTable& table, const
     }
   } else {
     const int half = dim / 2, second_start = table.half_width ? 0 : half;
-    table_columns<kAligned>(cos, sin, column, second_start + column, half, second_start + half,
-                            r.cos1, r.cos2, first, second);
+    table_columns<kStarts>(cos, sin, column, second_start + column, half, second_start + half,
+                           r.cos1, r.cos2, first, second);
 #pragma unroll
     for (int i = 0; i < N; ++i) sine_factors(first[i], second[i], inverse, r.sin1[i], r.sin2[i]);
   }
@@ -153,14 +152,14 @@ __device__ __forceinline__ void load_rotation_as(const RotaryTable& table, const
   }
 }
 
-template <typename T, bool kAligned, int N>
+template <typename T, Starts kStarts, int N>
 __device__ __forceinline__ void load_rotation(const RotaryTable& table, const RotaryShape& shape,
                                               const KnownRow& row, const Item& item, int column,
                                               bool interleaved, bool inverse, Rotation<N>& r) {
   if (sizeof(T) == sizeof(float) || table.dtype == DType::float32) {
-    load_rotation_as<kAligned, float>(table, shape, row, item, column, interleaved, inverse, r);
+    load_rotation_as<kStarts, float>(table, shape, row, item, column, interleaved, inverse, r);
   } else {
-    load_rotation_as<kAligned, T>(table, shape, row, item, column, interleaved, inverse, r);
+    load_rotation_as<kStarts, T>(table, shape, row, item, column, interleaved, inverse, r);
   }
 }
 
@@ -188,19 +187,26 @@ __device__ __forceinline__ void rotate(const Rotation<N>& r, bool interleaved, f
 }
 
 // The two vectors of an item on their way from memory.
-template <typename T, int N, bool kAligned>
+template <typename T, int N, Starts kStarts>
 struct ItemLoading {
-  Loading<T, N, kAligned> first, second;
+  using V = Vector<T, N>;
+  Loading<T, N, kStarts != Starts::anywhere> first, second;
 
   __device__ __forceinline__ void start(const T* head, const Item& item, bool inside) {
     first.start(head + item.first, item.column, inside ? item.first_size : 0);
     second.start(head + item.second, item.column, inside ? item.second_size : 0);
   }
-  // As start, of an aligned head: without a branch. A vector past the end is read as another one.
+  // As start, of a head in vectors or words: without a branch. A vector past the end is read as
+  // another one, or as zeros.
   __device__ __forceinline__ void start_inside(const T* head, const Item& item) {
-    const int column1 = item.first + item.column, column2 = item.second + item.column;
-    first.first = Vector<T, N>::load(head + (item.column < item.first_size ? column1 : 0));
-    second.first = Vector<T, N>::load(head + (item.column < item.second_size ? column2 : 0));
+    if constexpr (kStarts == Starts::words) {
+      first.first = V::load_words(head + item.first, item.column, item.first_size);
+      second.first = V::load_words(head + item.second, item.column, item.second_size);
+    } else {
+      const int column1 = item.first + item.column, column2 = item.second + item.column;
+      first.first = V::load(head + (item.column < item.first_size ? column1 : 0));
+      second.first = V::load(head + (item.column < item.second_size ? column2 : 0));
+    }
   }
   __device__ __forceinline__ void finish(const T* head, const Item& item, bool inside,
                                          Vector<T, N>& x1, Vector<T, N>& x2) const {
@@ -216,23 +222,28 @@ struct ItemLoading {
   }
 };
 
-// NOTE: all lanes of the warp call together unless kAligned.
-template <bool kAligned, int N, typename T>
+// NOTE: all lanes of the warp call together where rows start anywhere.
+template <Starts kStarts, int N, typename T>
 __device__ __forceinline__ void store_item(const Vector<T, N>& first, const Vector<T, N>& second,
                                            T* head, const Item& item, bool inside, int width) {
-  if constexpr (kAligned) {
-    if (inside && item.column < item.first_size) first.store(head + item.first + item.column);
-    if (inside && item.column < item.second_size) second.store(head + item.second + item.column);
+  const bool inside1 = inside && item.column < item.first_size;
+  const bool inside2 = inside && item.column < item.second_size;
+  T* row1 = head + item.first;
+  T* row2 = head + item.second;
+  if constexpr (kStarts == Starts::vectors) {
+    if (inside1) first.store(row1 + item.column);
+    if (inside2) second.store(row2 + item.column);
+  } else if constexpr (kStarts == Starts::words) {
+    if (inside1) first.store_words(row1, item.column, item.first_size);
+    if (inside2) second.store_words(row2, item.column, item.second_size);
   } else {
-    first.store_unaligned(head + item.first, item.column, item.first_size,
-                          inside && item.column < item.first_size, width);
-    second.store_unaligned(head + item.second, item.column, item.second_size,
-                           inside && item.column < item.second_size, width);
+    first.store_unaligned(row1, item.column, item.first_size, inside1, width);
+    second.store_unaligned(row2, item.column, item.second_size, inside2, width);
   }
 }
 
-// How heads are paired, where it is known when a kernel is compiled: unaligned ones find out as
-// they run.
+// How heads are paired, where it is known when a kernel is compiled: those that are not in vectors
+// find out as they run.
 enum class Pairs { halves, interleaved, any };
 
 template <Pairs kPairs>
@@ -247,14 +258,23 @@ __device__ __forceinline__ bool is_interleaved(const RotaryShape& shape) {
 template <Pairs kPairs>
 using PairsTag = std::integral_constant<Pairs, kPairs>;
 
-// run(TypeTag<T>, PairsTag, aligned) for the type and the layout of the heads. Null, or what is
+template <Starts kStarts>
+using StartsTag = std::integral_constant<Starts, kStarts>;
+
+// run(TypeTag<T>, PairsTag, StartsTag) for the type and the layout of the heads. Null, or what is
 // wrong.
 template <typename F>
-inline const char* dispatch_heads(const RotaryShape& shape, bool aligned, F&& run) {
+inline const char* dispatch_heads(const RotaryShape& shape, Starts starts, F&& run) {
   return message_of(dispatch_dtype(shape.dtype, [&](auto tag) {
-    if (!aligned) return run(tag, PairsTag<Pairs::any>{}, std::false_type{});
-    if (shape.interleaved) return run(tag, PairsTag<Pairs::interleaved>{}, std::true_type{});
-    return run(tag, PairsTag<Pairs::halves>{}, std::true_type{});
+    using T = typename decltype(tag)::type;
+    constexpr PairsTag<Pairs::any> any{};
+    if constexpr (sizeof(T) < 4) {
+      if (starts == Starts::anywhere) return run(tag, any, StartsTag<Starts::anywhere>{});
+    }
+    if (starts != Starts::vectors) return run(tag, any, StartsTag<Starts::words>{});
+    constexpr StartsTag<Starts::vectors> vectors{};
+    if (shape.interleaved) return run(tag, PairsTag<Pairs::interleaved>{}, vectors);
+    return run(tag, PairsTag<Pairs::halves>{}, vectors);
   }));
 }
 

@@ -10,6 +10,10 @@
 
 namespace fuselage {
 
+// Where heads, their halves, and what is read with them start and end: on boundaries of vectors, of
+// words of four bytes, as halves of 50 columns do, or of elements.
+enum class Starts { vectors, words, anywhere };
+
 // Whether every head, and every half of one, starts and ends on the boundary of a vector of so many
 // elements.
 inline bool aligned_shape(const RotaryShape& shape, int vector) {
@@ -35,12 +39,27 @@ inline bool aligned_table(const RotaryTable& table, int vector) {
          aligned_rows(table.sin, table.sin_batch_stride, 0, table.dtype, bytes);
 }
 
-inline bool is_aligned(const Rotary& p, int vector) {
+inline bool is_aligned(const Rotary& p, int vector, int table_vector) {
   const auto side = [&](const RotarySide& s) {
     return s.heads == 0 ||
            (aligned_heads(s.x, p.shape, vector) && aligned_heads(s.out, p.shape, vector));
   };
-  return aligned_shape(p.shape, vector) && aligned_table(p.table, vector) && side(p.q) && side(p.k);
+  return aligned_shape(p.shape, vector) && aligned_table(p.table, table_vector) && side(p.q) &&
+         side(p.k);
+}
+
+// Elements of a word.
+inline int word_elements(DType dtype) { return 4 / dtype_size(dtype); }
+
+// With vectors of so many elements, of the heads and of the tables.
+template <typename P>
+Starts starts_of(const P& p, int vector, int table_vector) {
+  if (is_aligned(p, vector, table_vector)) return Starts::vectors;
+  // Neighbours that share a column of a table are two in a word of it.
+  const bool shared = p.shape.interleaved && p.table.half_width;
+  const bool in_words = is_aligned(p, word_elements(p.shape.dtype), word_elements(p.table.dtype)) &&
+                        (!shared || p.shape.rotary_dim / 2 % word_elements(p.table.dtype) == 0);
+  return in_words ? Starts::words : Starts::anywhere;
 }
 
 // The order of tokens. Where a row of the tables is long beside the heads that it rotates, as of
@@ -114,9 +133,9 @@ struct RotaryPolicy {
 };
 
 inline RotaryPolicy rotary_policy(const DeviceInfo& device, const RotaryShape& shape, int64_t heads,
-                                  int vector, bool with_rest, bool aligned) {
+                                  bool with_rest, bool aligned) {
   RotaryPolicy policy{};
-  policy.layout = head_layout(shape, vector, with_rest, !aligned);
+  policy.layout = head_layout(shape, kRotaryVector, with_rest, !aligned);
   const int64_t items = policy.layout.rotated_items + policy.layout.rest_items;
   const int64_t tokens = shape.batch * shape.tokens;
   // Two vectors of each head, all in flight together. Where all threads are on the GPU at once,
@@ -158,24 +177,29 @@ inline RotaryPolicy rotary_policy(const DeviceInfo& device, const RotaryShape& s
   return policy;
 }
 
-inline bool is_aligned(const QkNormRotary& p, int vector) {
+// Of heads in words, those of the weight are read.
+template <typename Side>
+bool aligned_weight(const Side& side, const RotaryShape& shape, int vector) {
+  return aligned_rows(side.weight, 0, 0, side.weight_dtype,
+                      vector * dtype_size(shape.dtype) > 4 ? 16 : 4);
+}
+
+inline bool is_aligned(const QkNormRotary& p, int vector, int table_vector) {
   const auto side = [&](const QkNormRotarySide& s) {
     return s.heads == 0 ||
            (aligned_heads(s.x, p.shape, vector) && aligned_heads(s.out, p.shape, vector) &&
-            aligned_rows(s.weight, 0, 0, s.weight_dtype));
+            aligned_weight(s, p.shape, vector));
   };
-  return aligned_shape(p.shape, vector) && aligned_table(p.table, kRotaryVector) && side(p.q) &&
+  return aligned_shape(p.shape, vector) && aligned_table(p.table, table_vector) && side(p.q) &&
          side(p.k);
 }
 
-inline bool is_aligned(const QkNormRotaryBackward& p, int vector) {
+inline bool is_aligned(const QkNormRotaryBackward& p, int vector, int table_vector) {
   const auto side = [&](const QkNormRotaryBackwardSide& s) {
     return s.heads == 0 ||
            (aligned_heads(s.x, p.shape, vector) && aligned_heads(s.grad_out, p.shape, vector) &&
-            aligned_heads(s.grad_x, p.shape, vector) &&
-            aligned_rows(s.weight, 0, 0, s.weight_dtype));
+            aligned_heads(s.grad_x, p.shape, vector) && aligned_weight(s, p.shape, vector));
   };
-  const int table_vector = std::min(vector, 16 / dtype_size(p.table.dtype));
   return aligned_shape(p.shape, vector) && aligned_table(p.table, table_vector) && side(p.q) &&
          side(p.k);
 }

@@ -445,15 +445,19 @@ def test_tokens_do_not_depend_on_a_large_batch(fuselage, name, dim, interleaved)
 
 
 @each_name
+@pytest.mark.parametrize("dim", [64, 100])
 @on_devices((2, 3), (2, 3, 500), "tokens")
-def test_heads_do_not_depend_on_their_place(fuselage, device, name, tokens):
-    """Nor on the number of heads, the layout or the alignment."""
-    op, inputs = Case(2, tokens, 9, 4, 64).make(name, torch.bfloat16, device)
+def test_heads_do_not_depend_on_their_place(fuselage, device, name, tokens, dim):
+    """Nor on the number of heads, the layout or the alignment: of vectors, words or elements."""
+    op, inputs = Case(2, tokens, 9, 4, dim).make(name, torch.bfloat16, device)
     expected = op.run(fuselage, inputs, {})["q_out"]
-    buffer = torch.empty(inputs["q"].numel() + 1, dtype=torch.bfloat16, device=device)
-    misaligned = buffer[1:].view(inputs["q"].shape).copy_(inputs["q"])
+
+    def moved(offset: int) -> torch.Tensor:
+        buffer = torch.empty(inputs["q"].numel() + offset, dtype=torch.bfloat16, device=device)
+        return buffer[offset:].view(inputs["q"].shape).copy_(inputs["q"])
+
     for head in (0, 3, 8):
-        for q in (inputs["q"], misaligned):
+        for q in map(moved, (0, 1, 2)):
             alone = {**inputs, "q": q[:, :, head : head + 1]}
             out = op.run(fuselage, alone, {})["q_out"]
             assert_same_bits(out, expected[:, :, head : head + 1], f"head {head}")
