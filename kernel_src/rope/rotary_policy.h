@@ -153,9 +153,10 @@ inline RotaryPolicy rotary_policy(const DeviceInfo& device, const RotaryShape& s
   const int block_threads =
       slots <= kMostBlocksAlongY * tuned_threads ? tuned_threads : kRotaryThreads;
   if (slots >= block_threads) {
-    policy.threads_per_token = block_threads;
+    // Blocks of one size: of 72 heads of 128 two have 160 threads, and not 256 and 32.
     policy.tokens_per_block = 1;
     policy.blocks_per_token = static_cast<int>(ceil_div(slots, block_threads));
+    policy.threads_per_token = threads_for(slots, policy.blocks_per_token);
     return policy;
   }
   // As many tokens as fit, and full warps where that costs at most half of them.
