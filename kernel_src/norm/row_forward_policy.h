@@ -33,16 +33,17 @@ inline int64_t most_vectors_warps(const DeviceInfo& device) {
 }
 
 // What a thread does for a row's moments besides its vectors takes as many instructions as four of
-// them. Eight pay where a row then has one warp, and there are rows for five waves of them; or
-// where a block would have more than half of its threads. On an H200, bfloat16: ada_layer_norm of
-// (32760, 1536) takes 64 us with four and 55 with eight, layer_norm of (4096, 16384) 75 and 70;
-// but ada_layer_norm of (9984, 2048), three waves, 27 and 29, and layer_norm of (8192, 3072), two
-// warps, 29 and 33.
+// them. Eight pay where a row then has one warp, or a block would have half of its threads, and
+// there are rows for five waves of them; and of longer rows always. On an H200, bfloat16:
+// ada_layer_norm of (32760, 1536) takes 64 us with four and 55 with eight, layer_norm of
+// (16384, 8192) 138 and 132, of (4096, 16384) 75 and 70; but ada_layer_norm of (9984, 2048), three
+// waves, 27 and 29, and layer_norm of (8192, 3072), two warps, 29 and 33.
 inline bool most_vectors_pay(const DeviceInfo& device, int64_t rows, int64_t count) {
-  const bool one_warp = count > kWarpSize * kForwardVectors &&
-                        count <= kWarpSize * kForwardMostVectors &&
-                        rows >= most_vectors_warps(device);
-  return one_warp || count > int64_t{kForwardThreads} * kForwardVectors / 2;
+  constexpr int64_t kHalf = int64_t{kForwardThreads} * kForwardVectors / 2;
+  const int64_t warps = ceil_div(count, kWarpSize * kForwardMostVectors);
+  const bool many = rows * warps >= most_vectors_warps(device);
+  const bool one_warp = warps == 1 && count > kWarpSize * kForwardVectors;
+  return (many && (one_warp || count == kHalf)) || count > kHalf;
 }
 
 // How many vectors a thread has does not change the order of a row's sum (norm/row_reduce.h), so it
@@ -89,9 +90,11 @@ inline RowPolicy row_forward_policy(const DeviceInfo& device, const RowForwardSh
     policy.rows_per_thread = 2;
   } else if (shape.aligned && most_vectors) {
     policy.vectors = kForwardMostVectors;
-  } else if (shape.aligned && 2 * held(kForwardVectors) > 3 * count) {
+  } else if (shape.aligned && count > kWarpSize * kForwardVectors &&
+             2 * held(kForwardVectors) > 3 * count) {
     // A third of the threads would idle: gate_residual_ada_norm of (16384, 1152) takes 64 us so,
-    // and 57 with two vectors.
+    // and 57 with two vectors. Not in one warp: layer_norm of (52428, 640) takes 41 us so, and 64
+    // with two warps.
     policy.vectors = 2;
   }
   policy.threads_per_row = threads_for(ceil_div(count, policy.cluster), policy.vectors);
@@ -99,8 +102,12 @@ inline RowPolicy row_forward_policy(const DeviceInfo& device, const RowForwardSh
   if (policy.vectors > 1) policy.threads_per_row = std::max(policy.threads_per_row, kWarpSize);
   // A lane looks after the statistics of one of its rows.
   policy.threads_per_row = std::max(policy.threads_per_row, policy.rows_per_thread);
+  // With the most vectors fewer warps end together: layer_norm of (16384, 1280) takes 26.3 us with
+  // four rows a block, 24.6 with two.
+  const int block_threads =
+      policy.vectors == kForwardMostVectors ? kForwardShortThreads / 2 : kForwardShortThreads;
   if (policy.threads_per_row <= kWarpSize)
-    policy.rows_per_block = kForwardShortThreads / policy.threads_per_row;
+    policy.rows_per_block = block_threads / policy.threads_per_row;
   return policy;
 }
 

@@ -30,6 +30,7 @@ _LAYER_NORM = [
     _shape(_rows_for(5120), 5120, tags=("odd",)),
     _shape(_rows_for(8192), 8192, tags=("odd",)),
     _shape(_rows_for(16384), 16384, tags=("odd",)),
+    _shape(_rows_for(640), 640, tags=("odd",)),
     _shape(_rows_for(768), 768, tags=("odd",)),
     _shape(_rows_for(4097), 4097, tags=("odd",)),
     _shape(_rows_for(131072), 131072, tags=("odd",)),
