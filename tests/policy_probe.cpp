@@ -421,6 +421,13 @@ void poly_norm(const DeviceInfo& device, Report& report) {
           const RowBackwardPolicy staged = row_backward_policy(device, shape);
           expect_row_backward(report, device, shape, staged);
           report.expect(staged.bulk && staged.row.threads_per_row > 32, "stages without a kernel");
+          PolyNormBackward few = b;
+          few.rows = 1;
+          const RowPolicy alone = poly_norm_backward_policy(device, few).row;
+          report.expect(alone.threads_per_row == staged.row.threads_per_row &&
+                            alone.cluster == staged.row.cluster &&
+                            alone.vectors == staged.row.vectors,
+                        "sums in another order than those of few rows");
           report.expect(staged.stages == backward.stages &&
                             staged.shared_bytes == backward.shared_bytes &&
                             staged.blocks_per_group == backward.groups,

@@ -120,16 +120,19 @@ inline PolyNormBackwardPolicy poly_norm_backward_policy(const DeviceInfo& device
                                                         const PolyNormBackward& p) {
   PolyNormBackwardPolicy policy{};
   const bool grouped = p.offs != nullptr;
+  policy.row = poly_norm_row_policy(device, dtype_size(p.dtype), p.dim, !grouped);
   const RowBackwardPolicy staged = row_backward_policy(device, poly_norm_backward_shape(p));
-  if (staged.bulk && !holds_better(p, staged.row)) {
+  // NOTE: the order of a row's sums does not depend on the number of rows. Where shared memory is
+  // small, a block with stages may have fewer threads.
+  const bool same_order = staged.row.cluster == policy.row.cluster &&
+                          staged.row.threads_per_row == policy.row.threads_per_row;
+  if (staged.bulk && same_order && !holds_better(p, staged.row)) {
     policy.row = staged.row;
-    policy.row.rows_per_thread = 1;
     policy.groups = staged.blocks_per_group;
     policy.stages = staged.stages;
     policy.shared_bytes = staged.shared_bytes;
     return policy;
   }
-  policy.row = poly_norm_row_policy(device, dtype_size(p.dtype), p.dim, !grouped);
   const int64_t rows_at_once = int64_t{policy.row.rows_per_block} * policy.row.rows_per_thread;
   policy.groups = ceil_div(p.rows, rows_at_once);
   // Rows of experts leave a partial sum each.
