@@ -6,6 +6,7 @@
     python -m benchmarks.roofline --report             # the stored results again, nothing is timed
     python -m benchmarks.roofline.plot                 # results/<gpu>.png from results/<gpu>.json
     python -m benchmarks.roofline.tables               # the tables of docs and of results/README.md
+    python -m benchmarks.roofline.history stale nvidia-h200    # what changed since it was measured
 
 A new operator needs one file in `cases/`, which is found by being there (`cases/norm.py` is the
 model).

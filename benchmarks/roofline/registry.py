@@ -92,13 +92,17 @@ class Case:
         return self.operator.necessary_bytes[self.direction](self.shape)
 
 
-def operators() -> list[Operator]:
-    """The `OPERATORS` of every module in `cases`, in the order of their names."""
+def modules() -> dict[str, ModuleType]:
+    """Every module in `cases`, in the order of their names."""
     from . import cases
 
     names = sorted(module.name for module in pkgutil.iter_modules(cases.__path__))
-    modules = [importlib.import_module(f"{cases.__name__}.{name}") for name in names]
-    return [operator for module in modules for operator in module.OPERATORS]
+    return {name: importlib.import_module(f"{cases.__name__}.{name}") for name in names}
+
+
+def operators() -> list[Operator]:
+    """The `OPERATORS` of these modules."""
+    return [operator for module in modules().values() for operator in module.OPERATORS]
 
 
 def all_cases(device: str, quick: bool) -> list[Case]:

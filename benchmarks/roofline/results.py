@@ -95,16 +95,17 @@ def _from_metadata(metadata: dict) -> tuple[str, bool] | None:
 
 
 def _from_git() -> tuple[str, bool] | None:
-    commit = _git("rev-parse", "HEAD")
+    commit = git("rev-parse", "HEAD")
     if commit is None:
         return None
-    return commit, bool(_git("status", "--porcelain", "--", ".", ":!benchmarks/results"))
+    return commit, bool(git("status", "--porcelain", "--", ".", ":!benchmarks/results"))
 
 
-def _git(*arguments: str) -> str | None:
+def git(*arguments: str, repo: Path = REPO) -> str | None:
+    """What git prints; None where it fails, or is not there."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(REPO), *arguments], capture_output=True, text=True, check=True
+            ["git", "-C", str(repo), *arguments], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return None
