@@ -96,7 +96,7 @@ void heads(const DeviceInfo& device, int64_t tokens, int64_t dim, std::vector<Ou
   for (const auto& [q, k] :
        {Heads{1, 0}, Heads{8, 2}, Heads{32, 8}, Heads{32, 32}, Heads{64, 8}, Heads{1 << 17, 0}}) {
     const RotaryShape shape{1, tokens, dim, dim, false, DType::bfloat16};
-    const RotaryPolicy rotary = rotary_policy(device, shape, q + k, kRotaryVector, false, true);
+    const RotaryPolicy rotary = rotary_policy(device, shape, q + k, false, true);
     const Numbers threads{rotary.heads_per_thread, rotary.groups, rotary.threads_per_token,
                           rotary.tokens_per_block, rotary.blocks_per_token};
     const bool fits = rotary.blocks_per_token <= kMostBlocksAlongY;
