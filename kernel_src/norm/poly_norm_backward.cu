@@ -75,6 +75,12 @@ __device__ __forceinline__ void write_gradients(const Vector<T, N>& grad_out,
   store_vector<kAligned>(Vector<T, N>::from_floats(values), grad_x, column, dim);
 }
 
+// A row of a gradient, or null where that is not needed.
+template <typename T>
+__device__ __forceinline__ T* row_or_null(void* data, int64_t row, int64_t stride) {
+  return data == nullptr ? nullptr : static_cast<T*>(data) + row * stride;
+}
+
 __device__ __forceinline__ void load_rstd(const float* saved, int64_t row, float (&rstd)[3]) {
 #pragma unroll
   for (int k = 0; k < 3; ++k) rstd[k] = saved[3 * row + k];
@@ -102,8 +108,8 @@ __device__ __forceinline__ float4 from(const float4& values, int lane) {
 // Leaves the sum of what the first threads of the block's rows have, in order, as the block's
 // partial sum. `rows`: shared memory, one for each row.
 __device__ __forceinline__ void leave_partial(const float4& total, float4* rows, float* partials,
-                                              int index, bool first_of_row) {
-  if (first_of_row) rows[threadIdx.y] = total;
+                                              int index) {
+  if (threadIdx.x == 0) rows[threadIdx.y] = total;
   __syncthreads();
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
   if (thread >= kWarpSize) return;
@@ -234,10 +240,8 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
       const Polynomial y = kRows > 1 ? own_y.from(lane, blockDim.x) : own_y;
       const Derivative derivative =
           kRows > 1 ? own_derivative.from(y, lane, blockDim.x) : own_derivative;
-      T* grad_x = static_cast<T*>(p.grad_x);
-      T* grad_mul = static_cast<T*>(p.grad_mul);
-      if (grad_x != nullptr) grad_x += row * p.grad_x_stride;
-      if (grad_mul != nullptr) grad_mul += row * p.grad_mul_stride;
+      T* grad_x = row_or_null<T>(p.grad_x, row, p.grad_x_stride);
+      T* grad_mul = row_or_null<T>(p.grad_mul, row, p.grad_mul_stride);
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int s = i * kVectors + j;
@@ -258,7 +262,7 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
   if constexpr (kForm != Form::grouped) {
     __shared__ float4 of_rows[kPolyNormShortThreads];
     if (p.partials != nullptr && block_in_row == 0)
-      leave_partial(total, of_rows, p.partials, group, threadIdx.x == 0);
+      leave_partial(total, of_rows, p.partials, group);
   }
 }
 
@@ -326,10 +330,8 @@ __global__ void __launch_bounds__(kPolyNormLongThreads, 1)
     if (inside) {
       add(total, weight_part(rstd, sums));
       const Derivative derivative(y, rstd, sums, static_cast<float>(dim));
-      T* grad_x = static_cast<T*>(p.grad_x);
-      T* grad_mul = static_cast<T*>(p.grad_mul);
-      if (grad_x != nullptr) grad_x += row * p.grad_x_stride;
-      if (grad_mul != nullptr) grad_mul += row * p.grad_mul_stride;
+      T* grad_x = row_or_null<T>(p.grad_x, row, p.grad_x_stride);
+      T* grad_mul = row_or_null<T>(p.grad_mul, row, p.grad_mul_stride);
 #pragma unroll
       for (int j = 0; j < kPolyNormVectors; ++j) {
         write_gradients<kForm, true>(staged.template read<T, 0>(j), staged.template read<T, 1>(j),
@@ -346,8 +348,7 @@ __global__ void __launch_bounds__(kPolyNormLongThreads, 1)
   launch_dependents();
   if (p.partials != nullptr && block_in_row == 0) {
     __syncthreads();  // some rows may still be read
-    leave_partial(total, reinterpret_cast<float4*>(dynamic_memory), p.partials, group,
-                  threadIdx.x == 0);
+    leave_partial(total, reinterpret_cast<float4*>(dynamic_memory), p.partials, group);
   }
 }
 
@@ -380,10 +381,8 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
       const T* grad_out = static_cast<const T*>(p.grad_out) + row * p.grad_out_stride;
       const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
       const T* mul = static_cast<const T*>(p.mul) + row * p.mul_stride;
-      T* grad_x = static_cast<T*>(p.grad_x);
-      T* grad_mul = static_cast<T*>(p.grad_mul);
-      if (grad_x != nullptr) grad_x += row * p.grad_x_stride;
-      if (grad_mul != nullptr) grad_mul += row * p.grad_mul_stride;
+      T* grad_x = row_or_null<T>(p.grad_x, row, p.grad_x_stride);
+      T* grad_mul = row_or_null<T>(p.grad_mul, row, p.grad_mul_stride);
       factors.load_of_row(p, row);
       // Rows past the end are empty.
       const int dim_to_read = row < rows ? dim : 0;
@@ -439,8 +438,7 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
   launch_dependents();
   if constexpr (kForm != Form::grouped) {
     __shared__ float4 of_rows[kPolyNormShortThreads];
-    if (p.partials != nullptr)
-      leave_partial(total, of_rows, p.partials, blockIdx.x, threadIdx.x == 0);
+    if (p.partials != nullptr) leave_partial(total, of_rows, p.partials, blockIdx.x);
   }
 }
 

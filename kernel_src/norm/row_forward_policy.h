@@ -25,11 +25,12 @@ struct RowForwardShape {
   bool light;         // one sum of one input: little besides the loads
 };
 
-// Warps from which on there are enough rows for that many vectors a thread.
-inline int64_t most_vectors_warps(const DeviceInfo& device) {
+// Whether rows of so many vectors are enough for that many of them a thread.
+inline bool has_rows_for_most_vectors(const DeviceInfo& device, int64_t rows, int64_t count) {
   const int64_t resident_warps = int64_t{device.multiprocessors} * kForwardMostVectorBlocks *
                                  kForwardMostVectorThreads / kWarpSize;
-  return device.tuning.norm_wide_waves * resident_warps;
+  return rows * ceil_div(count, kWarpSize * kForwardMostVectors) >=
+         device.tuning.norm_wide_waves * resident_warps;
 }
 
 // What a thread does for a row's moments besides its vectors takes as many instructions as four of
@@ -40,10 +41,10 @@ inline int64_t most_vectors_warps(const DeviceInfo& device) {
 // waves, 27 and 29, and layer_norm of (8192, 3072), two warps, 29 and 33.
 inline bool most_vectors_pay(const DeviceInfo& device, int64_t rows, int64_t count) {
   constexpr int64_t kHalf = int64_t{kForwardThreads} * kForwardVectors / 2;
-  const int64_t warps = ceil_div(count, kWarpSize * kForwardMostVectors);
-  const bool many = rows * warps >= most_vectors_warps(device);
-  const bool one_warp = warps == 1 && count > kWarpSize * kForwardVectors;
-  return (many && (one_warp || count == kHalf)) || count > kHalf;
+  const bool one_warp =
+      count > kWarpSize * kForwardVectors && count <= kWarpSize * kForwardMostVectors;
+  return count > kHalf ||
+         ((one_warp || count == kHalf) && has_rows_for_most_vectors(device, rows, count));
 }
 
 // How many vectors a thread has does not change the order of a row's sum (norm/row_reduce.h), so it

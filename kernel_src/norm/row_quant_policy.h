@@ -49,9 +49,8 @@ inline RowPolicy row_quant_policy(const DeviceInfo& device, int64_t rows, int64_
     policy.vectors = 2;
     policy.threads_per_row = threads_for(count, 2);
   } else if (count > kWarpSize && !few_rows) {
-    const int64_t warps = ceil_div(count, kWarpSize * kForwardMostVectors);
-    const bool full = count == warps * kWarpSize * kForwardMostVectors &&
-                      rows * warps >= most_vectors_warps(device);
+    const bool full = count % (kWarpSize * kForwardMostVectors) == 0 &&
+                      has_rows_for_most_vectors(device, rows, count);
     most_vectors = most_vectors && (full || most_vectors_pay(device, rows, count));
     policy.vectors = most_vectors ? kForwardMostVectors : kForwardVectors;
     policy.threads_per_row = std::max(threads_for(count, policy.vectors), kWarpSize);

@@ -13,8 +13,8 @@
 // sums each, which a second kernel adds up in order.
 //
 // Every half of a head starts and ends on the boundary of a vector, or of a word, or anywhere
-// (common/vector.h): kStarts. Which thread has which columns, and so the order of every
-// sum, is the same.
+// (common/vector.h): kStarts. Which thread has which columns, and so the order of every sum, is the
+// same.
 #include "common/dispatch.h"
 #include "common/ptx.h"
 #include "common/reduce.h"
