@@ -94,6 +94,14 @@ def test_poly_norms_do_not_depend_on_alignment(fuselage, device, op, style, dtyp
     check_moved(op, fuselage, style, (37, dim), dtype, device)
 
 
+# Rows that end anywhere in what a warp has, and start anywhere: gaps move the starts.
+@each_operator(NORMS + POLY_NORMS)
+@each_dtype
+@on_devices((65, 1281, 2049), (65, 1023, 1281, 2049, 4100, 5119, 16391))
+def test_norms_of_odd_rows_do_not_depend_on_gaps(fuselage, device, op, dtype, dim):
+    check_moved(op, fuselage, next(iter(op.styles)), (37, dim), dtype, device, apart, sums=False)
+
+
 # Where aligned rows are copied into shared memory, by blocks and by clusters, and others are not.
 # The blocks then have other rows, so that sums over rows differ.
 @each_style(POLY_NORMS)

@@ -149,6 +149,21 @@ __device__ __forceinline__ uint4 load_global_16(const void* source) {
 #endif
 }
 
+// The same from shared memory. NOTE: spelled out, because the compiler makes several loads of four
+// bytes of one that is used in part, and lanes that are 16 bytes apart meet in the banks.
+__device__ __forceinline__ uint4 load_shared_16(const void* source) {
+#if defined(USE_ROCM)
+  return *static_cast<const uint4*>(source);
+#else
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(source)))
+               : "memory");
+  return value;
+#endif
+}
+
 // 1 / sqrt(value), correctly rounded or nearly so: rsqrtf may be two units off.
 __device__ __forceinline__ float reciprocal_sqrt(float value) {
 #if defined(USE_ROCM)

@@ -160,13 +160,25 @@ struct RowLoading<T, kVectors, false> {
     for (int j = 0; j <= kVectors; ++j) blocks[j] = select(tail == offset_of(j), part, blocks[j]);
   }
 
+  // As start, where all blocks of the warp are inside the row.
+  __device__ __forceinline__ void start_inside(const T* source) {
+    shift = V::shift_of(source);
+    const char* first = reinterpret_cast<const char*>(source) - shift;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) blocks[j] = V::load(first + offset_of(j));
+    blocks[kVectors] = V::zero();
+    if (lane_in_row<kVectors>() == lanes_of_row<kVectors>() - 1 && shift != 0)
+      blocks[kVectors] = V::load(first + offset_of(kVectors));
+  }
+
   __device__ __forceinline__ V finish(int j) const { return cut(j, shift); }
   __device__ __forceinline__ void join() {
     if (kVectors > 1 && same_in_warp(shift == 0)) return;
-    with_shift<T, V::kWords, (kVectors > 1)>(shift, [&](int bytes) {
+    with_shift<T, V::kWords, (kVectors > 1)>(shift, [&](int bytes) { join(bytes); });
+  }
+  __device__ __forceinline__ void join(int bytes) {
 #pragma unroll
-      for (int j = 0; j < kVectors; ++j) blocks[j] = cut(j, bytes);
-    });
+    for (int j = 0; j < kVectors; ++j) blocks[j] = cut(j, bytes);
   }
   __device__ __forceinline__ V joined(int j) const { return blocks[j]; }
 
@@ -231,22 +243,57 @@ struct RowStoring<T, N, kVectors, false> {
   }
 
   __device__ __forceinline__ void end() {
+    const bool inside = is_inside();
+    with_shift<T, kWords, (kVectors > 1)>(Piece::shift_of(target),
+                                          [&](int bytes) { join(bytes, inside); });
+    if (!inside) store_parts();
+  }
+
+  // The steps of end().
+  // Whether the warp has one row, and all of its columns are inside.
+  __device__ __forceinline__ bool is_inside() const {
     const int width = lanes_of_row<kVectors>(), lane = lane_in_row<kVectors>();
+    return width == kWarpSize && same_in_warp(left + lane * N >= kVectors * width * N);
+  }
+  // Makes blocks of pieces; where they are `inside`, stores them.
+  __device__ __forceinline__ void join(int bytes, bool inside) {
+    shift_up(bytes);
+    if (inside) store_inside(bytes);
+  }
+  // Blocks of a warp whose columns are all inside the row. The first lane's first block is the end
+  // of the warp's last piece, `past` bytes further on, and the start of its first one.
+  __device__ __forceinline__ void store_inside(int shift) const {
+    const bool is_first = lane_in_row<kVectors>() == 0;
+    char* const first = reinterpret_cast<char*>(target) - Piece::shift_of(target);
+    const int past = kVectors * lanes_of_row<kVectors>() * kVector;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      if (b > 0 || !is_first) blocks[b].store(first + offset_of(b));
+    }
+    if (!is_first) return;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const uint32_t word = blocks[0].words[i];
+      char* const at = first + 4 * i;
+      const int rest = shift & kInWord;
+      if (i != shift / 4 || rest == 0) {
+        *reinterpret_cast<uint32_t*>(at + (i < shift / 4 ? past : 0)) = word;
+      } else {
+#pragma unroll
+        for (int k = 0; k < 4; k += sizeof(T))
+          store_low(at + k + (k < rest ? past : 0), word >> (8 * k));
+      }
+    }
+  }
+  // Of a warp whose columns are not.
+  __device__ __forceinline__ void store_parts() {
     const int shift = Piece::shift_of(target);
     char* first = reinterpret_cast<char*>(target) - shift;
-    const int past = kVectors * width * kVector;  // from the first lane's first block
-    const bool is_inside =
-        width == kWarpSize && same_in_warp(left + lane * N >= kVectors * width * N);
-    with_shift<T, kWords, (kVectors > 1)>(shift, [&](int bytes) {
-      shift_up(bytes);
-      if (is_inside) store_inside(first, past, bytes);
-    });
-    if (is_inside) return;
-
+    const int past = kVectors * lanes_of_row<kVectors>() * kVector;  // the first lane's first block
     // Of the row, from the first block on.
     const int bytes =
         min(left, (kVectors + 1) * kWarpSize * N) * static_cast<int>(sizeof(T)) + shift;
-    bool starts_inside = lane == 0 && shift != 0;
+    bool starts_inside = lane_in_row<kVectors>() == 0 && shift != 0;
     int at = -1;  // where else a part of a block is to be written
     Piece part = blocks[0];
 #pragma unroll
@@ -299,30 +346,6 @@ struct RowStoring<T, N, kVectors, false> {
     }
   }
 
-  // Of a warp whose columns are all inside the row. The first lane's first block is the end of the
-  // warp's last piece, `past` bytes further on, and the start of its first one.
-  __device__ __forceinline__ void store_inside(char* first, int past, int shift) const {
-    const bool is_first = lane_in_row<kVectors>() == 0;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      if (b > 0 || !is_first) blocks[b].store(first + offset_of(b));
-    }
-    if (!is_first) return;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const uint32_t word = blocks[0].words[i];
-      char* const at = first + 4 * i;
-      const int rest = shift & kInWord;
-      if (i != shift / 4 || rest == 0) {
-        *reinterpret_cast<uint32_t*>(at + (i < shift / 4 ? past : 0)) = word;
-      } else {
-#pragma unroll
-        for (int k = 0; k < 4; k += sizeof(T))
-          store_low(at + k + (k < rest ? past : 0), word >> (8 * k));
-      }
-    }
-  }
-
   static __device__ __forceinline__ void store_low(char* target, uint32_t word) {
     if constexpr (sizeof(T) == 1) {
       *target = static_cast<char>(word);
@@ -358,9 +381,8 @@ struct RowStoring<T, N, kVectors, false> {
 // One vector of a row by itself, where neighbouring lanes have neighbouring vectors, with the
 // functions of Loading. `dim` is 0 where there is no row. All lanes of the warp call together.
 //
-// NOTE: without branches for the whole words of a shift, of which several vectors would have a copy
-// each: with them poly_norm's backward of (16380, 4097) in bfloat16 took 318 us on an H100, 287
-// without.
+// NOTE: without branches for the whole words of a shift, of which each would have copies. Several
+// vectors of a thread share them (SpreadLoading).
 template <typename T, bool kAligned>
 struct VectorLoading : Loading<T, 16 / sizeof(T), true> {};
 
@@ -390,6 +412,117 @@ __device__ __forceinline__ void store_vector(const Vector<T, N>& vector, T* row,
   storing.put(0, vector);
   storing.end();
 }
+
+__device__ __forceinline__ bool has_whole_warps() { return lanes_of_row<1>() == kWarpSize; }
+
+// Several vectors of a thread, `step` columns apart, where the warps of a row lie side by side:
+//
+//   vector 0 of warp 0 | vector 0 of warp 1 | ... | vector 1 of warp 0 | vector 1 of warp 1 | ...
+//
+// Of rows that start anywhere the last lane of a warp has one more block of each. start(j) issues
+// the loads of one, and after join() there is joined(j). All lanes of the warp call together.
+template <typename T, int kVectors, bool kAligned>
+struct SpreadLoading {
+  using V = Vector<T, 16 / sizeof(T)>;
+  VectorLoading<T, kAligned> units[kVectors];
+
+  __device__ __forceinline__ void start(int j, const T* row, int column, int dim) {
+    units[j].start(row, column, dim);
+  }
+  __device__ __forceinline__ void join() {}
+  __device__ __forceinline__ V joined(int j) const { return units[j].finish(nullptr, 0, 0); }
+};
+
+template <typename T, int kVectors>
+struct SpreadLoading<T, kVectors, false> {
+  static constexpr int N = 16 / sizeof(T);
+  using V = Vector<T, N>;
+  RowLoading<T, 1, false> units[kVectors];
+
+  __device__ __forceinline__ void start(int j, const T* row, int column, int dim) {
+    // Whether the last lane's next block is inside the row, too.
+    const int end = column + (kWarpSize + 1 - lane_in_row<1>()) * N;
+    if (kVectors > 1 && has_whole_warps() && same_in_warp(end <= dim)) {
+      units[j].start_inside(row + column);
+    } else {
+      units[j].start(row + column, left_of_row<N>(column, dim));
+    }
+  }
+  __device__ __forceinline__ void join() {
+    const int shift = units[0].shift;
+    const auto join_all = [&](int bytes) {
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) units[j].join(bytes);
+    };
+    if (kVectors > 1 && has_whole_warps()) {
+      if (!same_in_warp(shift == 0)) with_shift<T, V::kWords, true>(shift, join_all);
+    } else {
+      join_all(shift);
+    }
+  }
+  __device__ __forceinline__ V joined(int j) const { return units[j].joined(0); }
+};
+
+// The way back: put() of each vector, then end(). `column` is this thread's first one, `dim` 0
+// where there is no row.
+template <typename T, int kVectors, bool kAligned>
+struct SpreadStoring {
+  static constexpr int N = 16 / sizeof(T);
+  T* row;
+  int column, step, dim;
+
+  __device__ __forceinline__ SpreadStoring(T* row_, int column_, int step_, int dim_)
+      : row(row_), column(column_), step(step_), dim(dim_) {}
+  __device__ __forceinline__ void put(int j, const Vector<T, N>& vector) {
+    store_vector<true>(vector, row, column + j * step, dim);
+  }
+  __device__ __forceinline__ void end() {}
+};
+
+template <typename T, int kVectors>
+struct SpreadStoring<T, kVectors, false> {
+  static constexpr int N = 16 / sizeof(T);
+  using V = Vector<T, N>;
+  T* row;
+  int column, step, dim;
+  V vectors[kVectors];
+
+  __device__ __forceinline__ SpreadStoring(T* row_, int column_, int step_, int dim_)
+      : row(row_), column(column_), step(step_), dim(dim_) {}
+  __device__ __forceinline__ void put(int j, const V& vector) { vectors[j] = vector; }
+
+  __device__ __forceinline__ void end() {
+    const int warp_left = dim - (column - lane_in_row<1>() * N);
+    int first = 0;  // vector that is not inside the row for the whole warp
+    if (kVectors > 1 && has_whole_warps()) {
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j)
+        first += same_in_warp(warp_left - j * step >= kWarpSize * N) ? 1 : 0;
+      with_shift<T, V::kWords, true>(V::shift_of(row + column), [&](int bytes) {
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j) {
+          if (j < first) unit(j, vectors[j]).join(bytes, true);
+        }
+      });
+    }
+#pragma unroll 1
+    for (int j = first; j < kVectors; ++j) {
+      if (kVectors > 1 && has_whole_warps() && same_in_warp(warp_left <= j * step)) return;
+      V vector = vectors[0];
+#pragma unroll
+      for (int k = 1; k < kVectors; ++k) vector = select(j == k, vectors[k], vector);
+      unit(j, vector).end();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ RowStoring<T, N, 1, false> unit(int j, const V& vector) const {
+    RowStoring<T, N, 1, false> result(row + column + j * step,
+                                      left_of_row<N>(column + j * step, dim));
+    result.put(0, vector);
+    return result;
+  }
+};
 
 // N columns from `column` on of a vector that rows share: from the L1 cache, mostly.
 template <bool kAligned, int N, typename U>

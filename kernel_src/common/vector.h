@@ -193,6 +193,14 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vector {
     return v;
   }
 
+  // As load_shared, of a vector that is used in part.
+  static __device__ __forceinline__ Vector load_shared_whole(const void* source) {
+    if constexpr (kBytes != 16) return load_shared(source);
+    Vector v;
+    v.set(0, load_shared_16(source));
+    return v;
+  }
+
   // Starts the copy of one vector into shared memory (see cp_async).
   static __device__ __forceinline__ void load_async(Vector* shared, const void* source) {
 #pragma unroll

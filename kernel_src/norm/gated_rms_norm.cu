@@ -81,16 +81,16 @@ __global__ void FUSELAGE_MAX_REGISTERS(kGatedNormForwardThreads,
   const Gate kind(p);
   const T* x = group.in<T>(p.x, p.x_stride);
   const T* gate = group.in<T>(p.gate, p.gate_stride);
-  const int first = cluster > 1 ? cluster_rank() * kVectors * static_cast<int>(blockDim.x) : 0;
-  const auto column_of = [first](int j) {
-    return (first + static_cast<int>(j * blockDim.x + threadIdx.x)) * N;
-  };
+  const int step = static_cast<int>(blockDim.x) * N;
+  const int first_column =
+      (cluster > 1 ? cluster_rank() * kVectors * step : 0) + static_cast<int>(threadIdx.x) * N;
+  const auto column_of = [=](int j) { return first_column + j * step; };
 
-  VectorLoading<T, kAligned> x_loading[kVectors], gate_loading[kVectors];
+  SpreadLoading<T, kVectors, kAligned> x_loading, gate_loading;
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
-    x_loading[j].start(x, column_of(j), group.dim);
-    gate_loading[j].start(gate, column_of(j), group.dim);
+    x_loading.start(j, x, column_of(j), group.dim);
+    gate_loading.start(j, gate, column_of(j), group.dim);
   }
   RuntimeLoading<T, N, kAligned> weight_loading[kVectors];
 #pragma unroll
@@ -100,10 +100,12 @@ __global__ void FUSELAGE_MAX_REGISTERS(kGatedNormForwardThreads,
   constexpr bool kLate = Gate::kOpensLate;
   Vector<T, N> xs[kVectors], gates[kVectors];
   float values[kLate ? 1 : kVectors][N], factors[kLate ? 1 : kVectors][N], sum[1] = {};
+  x_loading.join();
+  gate_loading.join();
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
-    xs[j] = x_loading[j].finish(x, column_of(j), group.dim);
-    gates[j] = gate_loading[j].finish(gate, column_of(j), group.dim);
+    xs[j] = x_loading.joined(j);
+    gates[j] = gate_loading.joined(j);
     float(&s)[N] = values[kLate ? 0 : j];
     if constexpr (kLate) {
       xs[j].to_floats(s);
@@ -113,16 +115,16 @@ __global__ void FUSELAGE_MAX_REGISTERS(kGatedNormForwardThreads,
     sum[0] += sum_of_squares(s);
   }
   const float rstd = rstd_of_group(p, group, cluster, scratch, sum);
-  T* out = group.out<T>(p.out);
+  SpreadStoring<T, kVectors, kAligned> out(group.out<T>(p.out), first_column, step, group.dim);
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     const int at = kLate ? 0 : j;
     if constexpr (kLate) open_gate(kind, xs[j], gates[j], values[at], factors[at]);
     float weight[N];
     weight_loading[j].finish(group.weight<T>(p), column_of(j), group.dim, 1.0f, weight);
-    store_vector<kAligned>(gated_result<T>(p, rstd, weight, factors[at], values[at]), out,
-                           column_of(j), group.dim);
+    out.put(j, gated_result<T>(p, rstd, weight, factors[at], values[at]));
   }
+  out.end();
 }
 
 template <typename T>
@@ -259,7 +261,15 @@ __global__ void __launch_bounds__(kGatedNormBackwardThreads, 1)
       row_sum<true>(dot, cluster, scratch, turn);
       ++turn;
       const float mean = mean_of_group(dot[0], p.dim);
-      // NOTE: lanes store together where groups start anywhere.
+      const auto store = [&](int tensor, void* data, int j, const float(&values)[N]) {
+        if (data == nullptr || column_of(j) >= group.dim) return;
+        const Vector<T, N> result = Vector<T, N>::from_floats(values);
+        if constexpr (kAligned) {
+          result.store(group.out<T>(data) + column_of(j));
+        } else {
+          staged.put(tensor, j, result);
+        }
+      };
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         float grad_out[N], x[N];
@@ -267,14 +277,18 @@ __global__ void __launch_bounds__(kGatedNormBackwardThreads, 1)
         staged.template read<T, 0>(j).to_floats(grad_out);
         staged.template read<T, 1>(j).to_floats(x);
         gated_gradients(kind, rstd, mean, grad_out, weight[j], a[j], x, slopes[j]);
-        if (p.grad_x != nullptr) {
-          store_vector<kAligned>(Vector<T, N>::from_floats(x), group.out<T>(p.grad_x), column_of(j),
-                                 group.dim);
+        store(0, p.grad_x, j, x);
+        store(1, p.grad_gate, j, slopes[j]);
+      }
+      if constexpr (!kAligned) {
+        // NOTE: lanes store together.
+        warp_barrier();
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) {
+          void* data = i == 0 ? p.grad_x : p.grad_gate;
+          if (data != nullptr) staged.store(i, group.out<T>(data) + column_of(0), group.dim > 0);
         }
-        if (p.grad_gate != nullptr) {
-          store_vector<kAligned>(Vector<T, N>::from_floats(slopes[j]), group.out<T>(p.grad_gate),
-                                 column_of(j), group.dim);
-        }
+        warp_barrier();  // before others are copied there
       }
     }
     start(row + kGatedNormStages * rows.step);

@@ -90,15 +90,14 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
   // Start to load everything this thread works on.
   RowFactors<T, kForm> factors;
   factors.load_common(p);
-  VectorLoading<T, kAligned> x_loading[kRows][kVectors];
-  VectorLoading<T, kAligned> mul_loading[kMul ? kRows : 1][kVectors];
+  SpreadLoading<T, kVectors, kAligned> x_loading[kRows], mul_loading[kMul ? kRows : 1];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       const int column = first_column + j * step;
-      x_loading[i][j].start(x + i * p.x_stride, column, dim_of(i));
-      if constexpr (kMul) mul_loading[i][j].start(mul + i * p.mul_stride, column, dim_of(i));
+      x_loading[i].start(j, x + i * p.x_stride, column, dim_of(i));
+      if constexpr (kMul) mul_loading[i].start(j, mul + i * p.mul_stride, column, dim_of(i));
     }
   }
   factors.load_of_row(p, first_row);
@@ -108,10 +107,10 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
   float sums[kRows][3] = {};
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
+    x_loading[i].join();
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
-      x_packed[i][j] =
-          x_loading[i][j].finish(x + i * p.x_stride, first_column + j * step, dim_of(i));
+      x_packed[i][j] = x_loading[i].joined(j);
       float values[N];
       cut_floats<kForm>(x_packed[i][j], cuts, p.hidden_clamp, values);
       add_moments(values, sums[i]);
@@ -139,18 +138,19 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
   for (int i = 0; i < kRows; ++i) {
     const Polynomial y =
         kRows > 1 ? own_y.from(lane_of_row<kRows>(i, blockDim.x), blockDim.x) : own_y;
-    T* out = static_cast<T*>(p.out) + (first_row + i) * p.dim;
+    SpreadStoring<T, kVectors, kAligned> out(static_cast<T*>(p.out) + (first_row + i) * p.dim,
+                                             first_column, step, write_dim_of(i));
+    if constexpr (kMul) mul_loading[i].join();
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
-      const int column = first_column + j * step;
       Vector<T, N> mul_packed{};
-      if constexpr (kMul)
-        mul_packed = mul_loading[i][j].finish(mul + i * p.mul_stride, column, dim_of(i));
+      if constexpr (kMul) mul_packed = mul_loading[i].joined(j);
       float values[N];
       results<kForm>(x_packed[i][j], mul_packed, y, factors.is_padding, cuts, p.hidden_clamp,
                      values);
-      store_vector<kAligned>(Vector<T, N>::from_floats(values), out, column, write_dim_of(i));
+      out.put(j, Vector<T, N>::from_floats(values));
     }
+    out.end();
   }
 }
 

@@ -36,17 +36,36 @@ struct Inputs {
   }
 };
 
-// The gradients of one vector.
-template <Form kForm, bool kAligned, typename T, int N>
+// Where a thread's gradients of a row go, of which either may not be needed.
+template <typename T, Form kForm, int kVectors, bool kAligned>
+struct GradientStoring {
+  SpreadStoring<T, kVectors, kAligned> x, mul;
+
+  __device__ __forceinline__ GradientStoring(const PolyNormBackward& p, int64_t row, int column,
+                                             int step, int dim)
+      : x(of(p.grad_x, row * p.grad_x_stride), column, step, dim),
+        mul(of(p.grad_mul, row * p.grad_mul_stride), column, step, dim) {}
+  static __device__ __forceinline__ T* of(void* data, int64_t offset) {
+    return data == nullptr ? nullptr : static_cast<T*>(data) + offset;
+  }
+  __device__ __forceinline__ void end() {
+    if (x.row != nullptr) x.end();
+    if constexpr (has_mul(kForm)) {
+      if (mul.row != nullptr) mul.end();
+    }
+  }
+};
+
+// The gradients of vector j.
+template <Form kForm, typename T, int N, typename Storing>
 __device__ __forceinline__ void write_gradients(const Vector<T, N>& grad_out,
                                                 const Vector<T, N>& x_packed,
                                                 const Vector<T, N>& mul_packed, const Polynomial& y,
                                                 const Derivative& derivative, bool padding,
-                                                bool clamps, float limit, T* grad_x, T* grad_mul,
-                                                int column, int dim) {
+                                                bool clamps, float limit, Storing& storing, int j) {
   Inputs<kForm, N> in(grad_out, x_packed, mul_packed, y, clamps, limit);
   if constexpr (has_mul(kForm)) {
-    if (grad_mul != nullptr) {
+    if (storing.mul.row != nullptr) {
       float values[N];
 #pragma unroll
       for (int k = 0; k < N; ++k) values[k] = in.grad[k] * y(in.x[k]);
@@ -57,10 +76,10 @@ __device__ __forceinline__ void write_gradients(const Vector<T, N>& grad_out,
 #pragma unroll
         for (int k = 0; k < N; ++k) values[k] = padding ? 0.0f : values[k];
       }
-      store_vector<kAligned>(Vector<T, N>::from_floats(values), grad_mul, column, dim);
+      storing.mul.put(j, Vector<T, N>::from_floats(values));
     }
   }
-  if (grad_x == nullptr) return;
+  if (storing.x.row == nullptr) return;
   in.multiply_grad();
   float values[N];
 #pragma unroll
@@ -72,13 +91,7 @@ __device__ __forceinline__ void write_gradients(const Vector<T, N>& grad_out,
 #pragma unroll
     for (int k = 0; k < N; ++k) values[k] = padding ? 0.0f : values[k];
   }
-  store_vector<kAligned>(Vector<T, N>::from_floats(values), grad_x, column, dim);
-}
-
-// A row of a gradient, or null where that is not needed.
-template <typename T>
-__device__ __forceinline__ T* row_or_null(void* data, int64_t row, int64_t stride) {
-  return data == nullptr ? nullptr : static_cast<T*>(data) + row * stride;
+  storing.x.put(j, Vector<T, N>::from_floats(values));
 }
 
 __device__ __forceinline__ void load_rstd(const float* saved, int64_t row, float (&rstd)[3]) {
@@ -134,7 +147,7 @@ constexpr int held_blocks(bool is_short, bool is_long, bool aligned) {
 // Grid: x over groups of blocks (a cluster, or one), which go round until there are no rows left.
 // Block: (threads_per_row, rows_per_block). `blocks_in_cluster` counts with kLong alone.
 //
-// A thread has kVectors vectors of each of kRows rows, together its slots.
+// A thread has kVectors vectors of each of kRows rows.
 template <typename T, int kVectors, int kRows, Form kForm, bool kLong, bool kAligned>
 __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
                                   : kLong   ? kPolyNormLongThreads
@@ -143,7 +156,6 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
     poly_norm_backward_kernel(const PolyNormBackward p, const int blocks_in_cluster) {
   constexpr int N = 16 / sizeof(T);
   constexpr bool kMul = has_mul(kForm);
-  constexpr int kSlots = kRows * kVectors;
   const int cluster = kLong && kCompilesClusters ? blocks_in_cluster : 1;
   __shared__ RowSumScratch<4> scratch[2];
   const int dim = static_cast<int>(p.dim);
@@ -155,8 +167,6 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
   const int64_t row_step = rows_at_once * (gridDim.x / cluster);
   const bool cuts = clamps<kForm>(p);
   const int64_t rows = rows_to_read<kForm>(p);
-  const auto row_of = [](int slot) { return kRows > 1 ? slot / kVectors : 0; };
-  const auto column_of = [&](int slot) { return first_column + slot % kVectors * step; };
 
   row_sum_start(cluster, scratch);
   RowFactors<T, kForm> factors;
@@ -166,19 +176,10 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
   int turn = 0;
   for (int64_t block_row = group * rows_at_once; block_row < p.rows; block_row += row_step) {
     const int64_t first_row = block_row + int64_t{threadIdx.y} * kRows;
-    const auto grad_out_of = [&](int slot) {
-      return static_cast<const T*>(p.grad_out) + (first_row + row_of(slot)) * p.grad_out_stride;
-    };
-    const auto x_of = [&](int slot) {
-      return static_cast<const T*>(p.x) + (first_row + row_of(slot)) * p.x_stride;
-    };
-    const auto mul_of = [&](int slot) {
-      return static_cast<const T*>(p.mul) + (first_row + row_of(slot)) * p.mul_stride;
-    };
     // Rows past the end are empty.
-    const auto dim_of = [&](int slot) { return first_row + row_of(slot) < rows ? dim : 0; };
-    const auto write_dim_of = [&](int slot) {
-      return kForm == Form::grouped ? (first_row + row_of(slot) < p.rows ? dim : 0) : dim_of(slot);
+    const auto dim_of = [&](int i) { return first_row + i < rows ? dim : 0; };
+    const auto write_dim_of = [&](int i) {
+      return kForm == Form::grouped ? (first_row + i < p.rows ? dim : 0) : dim_of(i);
     };
 
     // Of several rows, a thread looks after the sums of one.
@@ -187,29 +188,43 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
     load_rstd(p.rstd, own_row < p.rows ? own_row : p.rows - 1, rstd);
 
     // Start to load everything.
-    VectorLoading<T, kAligned> grad_out_loading[kSlots], x_loading[kSlots],
-        mul_loading[kMul ? kSlots : 1];
+    SpreadLoading<T, kVectors, kAligned> grad_out_loading[kRows], x_loading[kRows],
+        mul_loading[kMul ? kRows : 1];
 #pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-      grad_out_loading[s].start(grad_out_of(s), column_of(s), dim_of(s));
-      x_loading[s].start(x_of(s), column_of(s), dim_of(s));
-      if constexpr (kMul) mul_loading[s].start(mul_of(s), column_of(s), dim_of(s));
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        const auto start = [&](auto& loading, const void* data, int64_t stride) {
+          loading.start(j, static_cast<const T*>(data) + (first_row + i) * stride,
+                        first_column + j * step, dim_of(i));
+        };
+        start(grad_out_loading[i], p.grad_out, p.grad_out_stride);
+        start(x_loading[i], p.x, p.x_stride);
+        if constexpr (kMul) start(mul_loading[i], p.mul, p.mul_stride);
+      }
     }
     factors.load_of_row(p, first_row);
 
     // The sums of each row.
-    Vector<T, N> grad_packed[kSlots], x_packed[kSlots], mul_packed[kSlots];
+    Vector<T, N> grad_packed[kRows][kVectors], x_packed[kRows][kVectors],
+        mul_packed[kRows][kVectors];
     float sums[kRows][4] = {};
 #pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-      grad_packed[s] = grad_out_loading[s].finish(grad_out_of(s), column_of(s), dim_of(s));
-      x_packed[s] = x_loading[s].finish(x_of(s), column_of(s), dim_of(s));
-      mul_packed[s] = Vector<T, N>{};
-      if constexpr (kMul) mul_packed[s] = mul_loading[s].finish(mul_of(s), column_of(s), dim_of(s));
-      Inputs<kForm, N> in(grad_packed[s], x_packed[s], mul_packed[s],
-                          Polynomial(factors.factors, rstd), cuts, p.hidden_clamp);
-      in.multiply_grad();
-      add_products(in.grad, in.x, sums[row_of(s)]);
+    for (int i = 0; i < kRows; ++i) {
+      grad_out_loading[i].join();
+      x_loading[i].join();
+      if constexpr (kMul) mul_loading[i].join();
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        grad_packed[i][j] = grad_out_loading[i].joined(j);
+        x_packed[i][j] = x_loading[i].joined(j);
+        mul_packed[i][j] = Vector<T, N>{};
+        if constexpr (kMul) mul_packed[i][j] = mul_loading[i].joined(j);
+        Inputs<kForm, N> in(grad_packed[i][j], x_packed[i][j], mul_packed[i][j],
+                            Polynomial(factors.factors, rstd), cuts, p.hidden_clamp);
+        in.multiply_grad();
+        add_products(in.grad, in.x, sums[i]);
+      }
     }
     if (turn == 0) row_sum_end(cluster);
     float own_sums[4];
@@ -240,14 +255,18 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
       const Polynomial y = kRows > 1 ? own_y.from(lane, blockDim.x) : own_y;
       const Derivative derivative =
           kRows > 1 ? own_derivative.from(y, lane, blockDim.x) : own_derivative;
-      T* grad_x = row_or_null<T>(p.grad_x, row, p.grad_x_stride);
-      T* grad_mul = row_or_null<T>(p.grad_mul, row, p.grad_mul_stride);
+      // Vectors of two gradients one by one: together they take more registers than there are.
+      constexpr int kTogether = kMul ? 1 : kVectors;
 #pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        const int s = i * kVectors + j;
-        write_gradients<kForm, kAligned>(grad_packed[s], x_packed[s], mul_packed[s], y, derivative,
-                                         factors.is_padding, cuts, p.hidden_clamp, grad_x, grad_mul,
-                                         column_of(s), write_dim_of(s));
+      for (int j = 0; j < kVectors; j += kTogether) {
+        GradientStoring<T, kForm, kTogether, kAligned> storing(p, row, first_column + j * step,
+                                                               step, write_dim_of(i));
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) {
+          write_gradients<kForm>(grad_packed[i][j + k], x_packed[i][j + k], mul_packed[i][j + k], y,
+                                 derivative, factors.is_padding, cuts, p.hidden_clamp, storing, k);
+        }
+        storing.end();
       }
     }
     ++turn;
@@ -330,13 +349,12 @@ __global__ void __launch_bounds__(kPolyNormLongThreads, 1)
     if (inside) {
       add(total, weight_part(rstd, sums));
       const Derivative derivative(y, rstd, sums, static_cast<float>(dim));
-      T* grad_x = row_or_null<T>(p.grad_x, row, p.grad_x_stride);
-      T* grad_mul = row_or_null<T>(p.grad_mul, row, p.grad_mul_stride);
+      GradientStoring<T, kForm, kPolyNormVectors, true> storing(p, row, columns.first_column, step,
+                                                                dim);
 #pragma unroll
       for (int j = 0; j < kPolyNormVectors; ++j) {
-        write_gradients<kForm, true>(staged.template read<T, 0>(j), staged.template read<T, 1>(j),
-                                     mul_at(j), y, derivative, false, false, 0.0f, grad_x, grad_mul,
-                                     columns.of(j), dim);
+        write_gradients<kForm>(staged.template read<T, 0>(j), staged.template read<T, 1>(j),
+                               mul_at(j), y, derivative, false, false, 0.0f, storing, j);
       }
     }
     const bool last = ++stage == stages;
@@ -381,8 +399,6 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
       const T* grad_out = static_cast<const T*>(p.grad_out) + row * p.grad_out_stride;
       const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
       const T* mul = static_cast<const T*>(p.mul) + row * p.mul_stride;
-      T* grad_x = row_or_null<T>(p.grad_x, row, p.grad_x_stride);
-      T* grad_mul = row_or_null<T>(p.grad_mul, row, p.grad_mul_stride);
       factors.load_of_row(p, row);
       // Rows past the end are empty.
       const int dim_to_read = row < rows ? dim : 0;
@@ -426,10 +442,11 @@ __global__ void __launch_bounds__(kPolyNormLongThreads)
         const int column = start + threadIdx.x * N;
         Vector<T, N> mul_packed{};
         if constexpr (has_mul(kForm)) mul_packed = load<kAligned, N>(mul, column, dim_to_read);
-        write_gradients<kForm, kAligned>(load<kAligned, N>(grad_out, column, dim_to_read),
-                                         load<kAligned, N>(x, column, dim_to_read), mul_packed, y,
-                                         derivative, factors.is_padding, cuts, p.hidden_clamp,
-                                         grad_x, grad_mul, column, dim_to_write);
+        GradientStoring<T, kForm, 1, kAligned> storing(p, row, column, step, dim_to_write);
+        write_gradients<kForm>(load<kAligned, N>(grad_out, column, dim_to_read),
+                               load<kAligned, N>(x, column, dim_to_read), mul_packed, y, derivative,
+                               factors.is_padding, cuts, p.hidden_clamp, storing, 0);
+        storing.end();
       }
       ++turn;
     }

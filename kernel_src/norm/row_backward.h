@@ -259,7 +259,6 @@ struct RowBackwardThread {
   __device__ __forceinline__ void add_gradients(const RowMoments& moments, bool row_inside,
                                                 bool unused,
                                                 const typename Op::Coefficients& coefficients) {
-    Vector<T, N> results[kAligned ? 1 : kVectors][Op::kOutputs];
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if (!row_inside) continue;
@@ -274,10 +273,11 @@ struct RowBackwardThread {
       };
       const auto store = [&](int i, void* data, const float(&values)[N]) {
         const Vector<T, N> vector = Vector<T, N>::from_floats(values);
+        if (!columns.inside(j)) return;
         if constexpr (!kAligned) {
-          results[j][i] = vector;
+          staged.put(result_tensor(i), j, vector);
         } else {
-          if (columns.inside(j)) vector.store(static_cast<T*>(data) + output + j * columns.step);
+          vector.store(static_cast<T*>(data) + output + j * columns.step);
         }
       };
       Op::template gradients<kAligned>(p, launch, row, columns.of(j), f, grad_out, s, moments,
@@ -285,17 +285,18 @@ struct RowBackwardThread {
     }
     if constexpr (!kAligned) {
       // NOTE: lanes store together, also those whose row is past the end.
-#pragma unroll
+      warp_barrier();
+#pragma unroll 1
       for (int i = 0; i < Op::kOutputs; ++i) {
         T* data = static_cast<T*>(Op::output(p, i));
-        if (data == nullptr) continue;
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j) {
-          store_vector<false>(results[j][i], data + row * launch.dim, columns.of(j),
-                              row_inside ? columns.dim : 0);
-        }
+        if (data != nullptr) staged.store(result_tensor(i), data + output, row_inside);
       }
+      warp_barrier();  // before others are copied there
     }
+  }
+  // Whose place a result takes on its way out, where rows start anywhere: of T, and read before.
+  static __device__ __forceinline__ constexpr int result_tensor(int i) {
+    return std::is_same_v<T, O> ? i : 1 + i;
   }
 
   // Goes through all rows. All rows of a block, and all blocks of a cluster, go round equally

@@ -220,9 +220,10 @@ struct ShiftedStages {
 
   const RowTensors& tensors;
   const RowColumns columns;
-  const int threads, width;    // of the block; lanes of a warp that share a row
-  const int parts, part;       // such parts of the block, and which of them has this thread
-  char* here;                  // this thread's first vector in the stage of this row
+  const int threads, width;  // of the block; lanes of a warp that share a row
+  const int parts, part;     // such parts of the block, and which of them has this thread
+  int inside, used;  // vectors whose blocks lie inside the row for the whole warp, or may not
+  char* here;        // this thread's first vector in the stage of this row
   const char* next[kTensors];  // this thread's first column of the row that is started next
 
   __device__ __forceinline__ ShiftedStages(void* shared, const RowTensors& tensors_,
@@ -234,7 +235,15 @@ struct ShiftedStages {
         width(min(static_cast<int>(blockDim.x), kWarpSize)),
         parts(width == kWarpSize ? threads / kWarpSize : threads / width),
         part(width == kWarpSize ? thread() / kWarpSize : thread() / width),
+        inside(0),
+        used(0),
         here(static_cast<char*>(shared) + thread() * 16) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int left = columns.dim - columns.of(j) + lane() * N;
+      inside += width == kWarpSize && left >= (kWarpSize + 1) * N ? 1 : 0;
+      used += left > -N ? 1 : 0;
+    }
     next[0] = reinterpret_cast<const char*>(tensors.row<O>(0, first_row, columns.first_column));
 #pragma unroll
     for (int i = 1; i < kTensors; ++i)
@@ -246,9 +255,10 @@ struct ShiftedStages {
   }
 
   static __device__ __forceinline__ int thread() { return threadIdx.y * blockDim.x + threadIdx.x; }
-  __device__ __forceinline__ bool is_last() const {
-    return (static_cast<int>(threadIdx.x) & (width - 1)) == width - 1;
+  __device__ __forceinline__ int lane() const {
+    return static_cast<int>(threadIdx.x) & (width - 1);
   }
+  __device__ __forceinline__ bool is_last() const { return lane() == width - 1; }
   template <typename U>
   __device__ __forceinline__ int vector_bytes() const {
     return (kVectors * threads * Of<U>::kBytes + 15) / 16 * 16;
@@ -265,7 +275,7 @@ struct ShiftedStages {
     const int start = tensor == 0 ? 0 : tensor_bytes<O>() + (tensor - 1) * tensor_bytes<T>();
     return here + start + (Of<U>::kBytes - 16) * thread() + j * threads * Of<U>::kBytes;
   }
-  // Of the last lane, the block after its vector.
+  // Of the last lane of a warp, the block after its vector.
   template <typename U>
   __device__ __forceinline__ char* end_slot(int tensor, int j) const {
     return slot<U>(tensor, 0) + vector_bytes<U>() - thread() * Of<U>::kBytes +
@@ -288,9 +298,21 @@ struct ShiftedStages {
     using V = typename Of<U>::Piece;
     const int shift = V::shift_of(next[tensor]);
     const char* blocks = next[tensor] - shift;
+    const int step = columns.step * static_cast<int>(sizeof(U));
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
-      const char* block = blocks + j * columns.step * static_cast<int>(sizeof(U));
+      if (j >= inside) break;
+#pragma unroll
+      for (int i = 0; i < Of<U>::kPieces; ++i)
+        cp_async<V::kBytes>(slot<U>(tensor, j) + i * V::kBytes, blocks + j * step + i * V::kBytes);
+    }
+    // The blocks after those of the last lane: each by another lane.
+    if (lane() < inside && shift != 0)
+      cp_async<V::kBytes>(end_slot<U>(tensor, lane()),
+                          blocks + lane() * step + (width - lane()) * Of<U>::kBytes);
+#pragma unroll 1
+    for (int j = inside; j < used; ++j) {
+      const char* block = blocks + j * step;
       const int bytes = (columns.dim - columns.of(j)) * static_cast<int>(sizeof(U)) + shift;
 #pragma unroll
       for (int i = 0; i < Of<U>::kPieces; ++i) {
@@ -334,12 +356,12 @@ struct ShiftedStages {
       const auto join = [&](int bytes) {
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-          V first = V::load_shared(own + j * own_step);
+          V first = V::load_shared_whole(own + j * own_step);
 #pragma unroll
           for (int i = 0; i < Of<U>::kPieces; ++i) {
             const bool is_end = i + 1 == Of<U>::kPieces;
-            const V second = V::load_shared(is_end ? after + j * after_step
-                                                   : own + j * own_step + (i + 1) * V::kBytes);
+            const V second = V::load_shared_whole(
+                is_end ? after + j * after_step : own + j * own_step + (i + 1) * V::kBytes);
             pieces[j][i] = V::shifted(first, second, bytes);
             first = second;
           }
@@ -374,6 +396,42 @@ struct ShiftedStages {
   }
   __device__ __forceinline__ Vector<T, N> read_other(int tensor, int j, int64_t) const {
     return Vector<T, N>::load_shared(slot<T>(tensor, j));
+  }
+
+  // The way back: a result takes the place of a vector of T, which is not read again and starts
+  // inside the row. Between put() and store(), and before the next copies, is a warp_barrier().
+  __device__ __forceinline__ void put(int tensor, int j, const Vector<T, N>& result) const {
+    result.store(slot<T>(tensor, j));
+  }
+  // Writes the row, if there is one, from this thread's first column on, `target`. All threads of
+  // the block call this.
+  __device__ __forceinline__ void store(int tensor, T* target, bool row_inside) const {
+    using V = Vector<T, N>;
+    using Unit = RowStoring<T, N, 1, false>;
+    const char* own = slot<T>(tensor, 0);
+    const char* before = lane() == 0 ? own + (width - 1) * 16 : own - 16;
+    const int left = row_inside ? columns.dim - columns.first_column : -kWarpSize * N;
+    int j = 0;
+    if (width == kWarpSize) {
+      int whole = 0;  // vectors that are inside for the whole warp
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k)
+        whole += left + lane() * N - k * columns.step >= kWarpSize * N ? 1 : 0;
+      with_shift<T, V::kWords, true>(V::shift_of(target), [&](int bytes) {
+        for (; j < whole; ++j) {
+          Unit unit(target + j * columns.step, left);
+          unit.blocks[0] = V::shifted_up(V::load_shared_whole(before + j * threads * 16),
+                                         V::load_shared(own + j * threads * 16), bytes);
+          unit.store_inside(bytes);
+        }
+      });
+    }
+#pragma unroll 1
+    for (; j < used; ++j) {
+      Unit unit(target + j * columns.step, max(left - j * columns.step, -N));
+      unit.put(0, V::load_shared(own + j * threads * 16));
+      unit.end();
+    }
   }
 };
 
