@@ -46,11 +46,9 @@ struct AdaNormOp {
   static constexpr int kSums = 1, kShared = Moments<kRest>::kShared;
   static constexpr bool kWritesSum = kResidual, kNormsInput = false;
 
-  // Launch bounds: 64 registers; 80 with several inputs, or where rows are put together.
-  static constexpr int threads(bool aligned, bool) {
-    return aligned && !kResidual ? kForwardThreads : 768;
-  }
-  static constexpr int blocks(bool aligned, bool) { return aligned && !kResidual ? 2 : 1; }
+  // Launch bounds: 64 registers; 80 with several inputs.
+  static constexpr int threads(bool, bool) { return kResidual ? 768 : kForwardThreads; }
+  static constexpr int blocks(bool, bool) { return kResidual ? 1 : 2; }
   static constexpr int short_blocks(bool aligned) { return aligned && !kResidual ? 7 : 5; }
   static constexpr bool early(int vectors, bool aligned) { return aligned && vectors < 4; }
 

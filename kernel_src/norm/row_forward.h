@@ -108,7 +108,7 @@ __device__ __forceinline__ Stats stats_of_rows(const typename Op::Params& p,
   if constexpr (Op::kCentres) {
     if (Op::centred(p)) {
       const auto units = [&](auto is_full) {
-        constexpr bool kFull = decltype(is_full)::value;
+        constexpr bool kFull = decltype(is_full)::value, kWhole = kAligned || kFull;
         Moments<Op::kRest> moments[kItems];
 #pragma unroll
         for (int i = 0; i < kItems; ++i) {
@@ -117,16 +117,22 @@ __device__ __forceinline__ Stats stats_of_rows(const typename Op::Params& p,
           if (!kFull && is_empty<Op, kAligned>(part.warp_start, j, kStep, part.dim)) continue;
           float values[N];
           s[i / kVectors][j].to_floats(values);
-          moments[i] = Moments<Op::kRest>::template of_vector<kAligned>(
+          moments[i] = Moments<Op::kRest>::template of_vector<kWhole>(
               values, part.count(first_column + j * kStep, N));
           Op::forget_floats(s[i / kVectors][j]);
         }
-        return reduce_units<kAligned, kFull, kRows, kVectors, N>(moments, part);
+        return reduce_units<kWhole, kFull, kRows, kVectors, N>(moments, part);
       };
       // Where instructions take longer than memory: others pay for it with registers. NOTE: the
-      // same for all threads of the block, so that lanes need not wait for each other.
-      const bool full = kQuantises<Op> && kVectors > 1 &&
-                        part.block_start + static_cast<int>(blockDim.x) * kVectors * N <= part.dim;
+      // same for all lanes of a warp, so that they need not wait for each other.
+      constexpr int kSpan = kVectors * kStep;  // of a warp
+      bool full = false;
+      if constexpr (kVectors > 1 && !kAligned) {
+        full = same_in_warp(part.warp_start + kSpan <= part.block_end);
+      } else if constexpr (kVectors > 1 && kQuantises<Op>) {
+        const int warps = static_cast<int>(blockDim.x) / kWarpSize;
+        full = part.block_start + warps * kSpan <= part.dim;
+      }
       const auto moments = full ? units(std::true_type{}) : units(std::false_type{});
       return Stats(p, reduce_row<kRows, kVectors, N>(moments, part, cluster, scratch));
     }
