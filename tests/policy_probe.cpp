@@ -412,9 +412,24 @@ void poly_norm(const DeviceInfo& device, Report& report) {
           report.expect(row.streamed || held >= dim, "columns without a thread");
           report.expect(row.threads_per_row >= row.rows_per_thread, "a row's sums have no thread");
         };
-        const RowPolicy row = poly_norm_forward_policy(device, p);
-        const int64_t at_once = int64_t{row.rows_per_block} * row.rows_per_thread;
-        expect_row(row, row.streamed ? rows : ceil_div(rows, at_once), false);
+        const PolyNormForwardPolicy forward = poly_norm_forward_policy(device, p);
+        const RowPolicy& row = forward.row;
+        expect_row(row, row.streamed ? rows : forward.groups, false);
+        if (forward.stages > 0) {
+          const int row_bytes = row.threads_per_row * row.vectors * 16;
+          report.expect(forward.shared_bytes >= forward.stages * row_bytes &&
+                            2 * (forward.shared_bytes + kScratchBytes) <= device.max_shared_memory,
+                        "no room for the stages of two blocks");
+          report.expect(is_aligned(p) && size == 2 && form == 0 && row.rows_per_block == 1 &&
+                            row.threads_per_row > 32,
+                        "stages without a kernel");
+          PolyNormForward few = p;
+          few.rows = 1;
+          const RowPolicy alone = poly_norm_forward_policy(device, few).row;
+          report.expect(alone.threads_per_row == row.threads_per_row &&
+                            alone.cluster == row.cluster && alone.vectors == row.vectors,
+                        "sums in another order than those of few rows");
+        }
         const PolyNormBackwardPolicy backward = poly_norm_backward_policy(device, b);
         if (backward.stages > 0) {
           const RowBackwardShape shape = poly_norm_backward_shape(b);

@@ -106,7 +106,7 @@ def test_norms_of_odd_rows_do_not_depend_on_gaps(fuselage, device, op, dtype, di
 # The blocks then have other rows, so that sums over rows differ.
 @each_style(POLY_NORMS)
 @each_dtype
-@on_devices((), (2048, 5120, 10240, 32768))
+@on_devices((), (2048, 5120, 10240, 14336, 32768))
 def test_poly_norms_of_many_rows_do_not_depend_on_alignment(
     fuselage, device, op, style, dtype, dim
 ):

@@ -66,7 +66,8 @@ void norms(const DeviceInfo& device, int64_t rows, int64_t dim, std::vector<Outc
   out.push_back({"ada_norm backward", all, all});
   PolyNormForward poly{};
   poly.rows = rows, poly.dim = dim, poly.dtype = DType::bfloat16;
-  const Numbers forward = all_of(poly_norm_forward_policy(device, poly));
+  const PolyNormForwardPolicy poly_policy = poly_norm_forward_policy(device, poly);
+  const Numbers forward = all_of(poly_policy.row) + Numbers{poly_policy.groups};
   out.push_back({"poly_norm forward", forward, forward});
   PolyNormBackward poly_backward{};
   poly_backward.rows = rows, poly_backward.dim = dim, poly_backward.dtype = DType::bfloat16;

@@ -4,8 +4,8 @@
 // loads are 16 bytes wide and all issued before the first use, one reduction gives all sums of the
 // row (three, or four), and a second pass over the registers writes the results. Short rows share a
 // block; long rows are cut over the blocks of a cluster; rows beyond that, and short ones that are
-// not aligned, are streamed: read twice. Backward, many rows are copied into shared memory ahead of
-// their turn, and held there.
+// not aligned, are streamed: read twice. Many rows of the backward, and long ones of the forward,
+// are copied into shared memory ahead of their turn, and held there.
 //
 // A row's part of the gradients of weight and bias is four numbers. Blocks of the backward add
 // those of their rows up and leave one float32 partial sum; a second kernel adds them up in order.
@@ -18,6 +18,8 @@
 #include "norm/poly_norm.h"
 
 #include "norm/poly_norm_launch.h"
+#include "norm/row_stages.h"
+#include "norm/row_tensors.h"
 
 namespace fuselage {
 namespace {
@@ -154,6 +156,68 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
   }
 }
 
+// Many long rows without mul (norm/poly_norm_policy.h). The next rows of a persistent block are
+// copied into shared memory (norm/row_stages.h) while it works on one, which is read there twice.
+template <typename T, bool kClusters>
+__global__ void __launch_bounds__(kPolyNormLongThreads, bounded_blocks(kPolyNormLongThreads, 2))
+    poly_norm_forward_staged_kernel(const PolyNormForward p, const RowTensors tensors,
+                                    const int blocks_in_cluster, const int stages) {
+  if constexpr (!kCompilesClusters) return;
+  constexpr int N = 16 / sizeof(T), kVectors = kPolyNormVectors;
+  const int cluster = kClusters ? blocks_in_cluster : 1;
+  extern __shared__ __align__(128) uint4 dynamic_memory[];
+  __shared__ RowSumScratch<3> scratch[2];
+  const int dim = static_cast<int>(p.dim), step = blockDim.x * N;
+  const int block_in_row = cluster > 1 ? cluster_rank() : 0;
+  const int first_column = block_in_row * kVectors * step + threadIdx.x * N;
+  const int row_step = gridDim.x / cluster;
+  int64_t row = blockIdx.x / cluster;
+
+  row_sum_start(cluster, scratch);
+  const Factors factors = load_factors<T>(p, 0);
+  BulkStages<T, T, kVectors, 1, 0> staged(shared_in_register(dynamic_memory), tensors,
+                                          RowColumns(dim, first_column, step, kVectors), row,
+                                          stages);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < stages && row + i * row_step < p.rows; ++i)
+      staged.start_row(row + i * row_step, i);
+  }
+  row_sum_end(cluster);
+
+  int stage = 0, round = 0, turn = 0;
+#pragma unroll 1
+  for (; row < p.rows; row += row_step) {
+    float sums[3] = {}, rstd[3];
+    staged.wait(round);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      float values[N];
+      staged.template read<T, 0>(j).to_floats(values);
+      add_moments(values, sums);
+    }
+    row_sum<false>(sums, cluster, scratch, turn);
+    // The sum had a barrier: all threads of the block are done with the row before this one.
+    if (threadIdx.x == 0 && turn > 0 && row + (stages - 1) * row_step < p.rows)
+      staged.start_row(row + (stages - 1) * row_step, stage == 0 ? stages - 1 : -1);
+    rstd_of(sums, static_cast<float>(dim), p.eps, rstd);
+    if (p.rstd != nullptr && block_in_row == 0 && threadIdx.x == 0) save_rstd(p.rstd, row, rstd);
+    const Polynomial y(factors, rstd);
+    SpreadStoring<T, kVectors, true> out(static_cast<T*>(p.out) + row * p.dim, first_column, step,
+                                         dim);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      float values[N];
+      results<Form::plain>(staged.template read<T, 0>(j), Vector<T, N>{}, y, false, false, 0.0f,
+                           values);
+      out.put(j, Vector<T, N>::from_floats(values));
+    }
+    const bool last = ++stage == stages;
+    staged.advance(last ? 1 - stages : 1);
+    if (last) stage = 0, round ^= 1;
+    ++turn;
+  }
+}
+
 // Rows of any length and alignment, read twice: the second time mostly from cache. A block has
 // blockDim.y rows.
 template <typename T, Form kForm>
@@ -219,23 +283,33 @@ namespace gpu {
 
 const char* poly_norm_forward(const PolyNormForward& p, int device, void* raw_stream) {
   const gpuStream stream = static_cast<gpuStream>(raw_stream);
-  const RowPolicy policy = poly_norm_forward_policy(device_info(device), p);
+  const PolyNormForwardPolicy policy = poly_norm_forward_policy(device_info(device), p);
+  const RowPolicy& row = policy.row;
   return message_of(dispatch(p, [&](auto tag, auto form) {
     using T = typename decltype(tag)::type;
     constexpr Form kForm = decltype(form)::value;
-    const dim3 block(policy.threads_per_row, policy.rows_per_block);
-    const bool aligned = is_aligned(p);
-    if (is_streamed(policy, aligned)) {
-      return gpu_launch(&poly_norm_forward_streamed_kernel<T, kForm>,
-                        dim3(ceil_div(p.rows, policy.rows_per_block)), block, 0, 1, stream, p);
+    const dim3 grid(policy.groups * row.cluster);
+    const dim3 block(row.threads_per_row, row.rows_per_block);
+    if constexpr (kForm == Form::plain && sizeof(T) == 2) {
+      if (policy.stages > 0) {
+        RowTensors tensors{};
+        tensors.add(p.x, p.x_stride);
+        return with_bool(row.cluster > 1, [&](auto clusters) {
+          return gpu_launch(&poly_norm_forward_staged_kernel<T, clusters>, grid, block,
+                            policy.shared_bytes, row.cluster, stream, p, tensors, row.cluster,
+                            policy.stages);
+        });
+      }
     }
-    const int64_t rows_at_once = int64_t{policy.rows_per_block} * policy.rows_per_thread;
-    const dim3 grid(ceil_div(p.rows, rows_at_once) * policy.cluster);
+    const bool aligned = is_aligned(p);
+    if (is_streamed(row, aligned)) {
+      return gpu_launch(&poly_norm_forward_streamed_kernel<T, kForm>,
+                        dim3(ceil_div(p.rows, row.rows_per_block)), block, 0, 1, stream, p);
+    }
     return with_row_kernel<kForm>(
-        policy, policy.cluster > 1, aligned,
-        [&](auto vectors, auto rows, auto is_long, auto is_aligned) {
+        row, row.cluster > 1, aligned, [&](auto vectors, auto rows, auto is_long, auto is_aligned) {
           return gpu_launch(&poly_norm_forward_kernel<T, vectors, rows, kForm, is_long, is_aligned>,
-                            grid, block, 0, policy.cluster, stream, p, policy.cluster);
+                            grid, block, 0, row.cluster, stream, p, row.cluster);
         });
   }));
 }

@@ -69,8 +69,40 @@ inline RowPolicy poly_norm_row_policy(const DeviceInfo& device, int element_size
   return policy;
 }
 
-inline RowPolicy poly_norm_forward_policy(const DeviceInfo& device, const PolyNormForward& p) {
-  return poly_norm_row_policy(device, dtype_size(p.dtype), p.dim, p.offs == nullptr);
+struct PolyNormForwardPolicy {
+  RowPolicy row;
+  int64_t groups;    // blocks, or clusters of them
+  int stages;        // rows under way to shared memory; 0 where rows are held in registers
+  int shared_bytes;  // dynamic shared memory of a block
+};
+
+// Stages pay where two blocks that hold rows have too little under way: rows of more than 384
+// threads, in half precision and without mul, which are many. On an H200, bfloat16: (8192, 14336)
+// takes 126 us so, and 136 without; (2048, 32768), clusters of two, 77 and 93; but (6096, 11008) 74
+// and 74, (1024, 65536), clusters of four that wait for each other every row, 110 and 102.
+inline bool poly_norm_forward_stages_pay(const DeviceInfo& device, const PolyNormForward& p,
+                                         const RowPolicy& row, int64_t blocks) {
+  return device.has_bulk_copy && p.mul == nullptr && dtype_size(p.dtype) == 2 && is_aligned(p) &&
+         !row.streamed && row.cluster <= 2 && row.threads_per_row > 384 &&
+         p.rows * row.cluster > 2 * blocks;
+}
+
+inline PolyNormForwardPolicy poly_norm_forward_policy(const DeviceInfo& device,
+                                                      const PolyNormForward& p) {
+  PolyNormForwardPolicy policy{};
+  RowPolicy& row = policy.row;
+  row = poly_norm_row_policy(device, dtype_size(p.dtype), p.dim, p.offs == nullptr);
+  policy.groups = ceil_div(p.rows, int64_t{row.rows_per_block} * row.rows_per_thread);
+  const int64_t blocks = int64_t{2} * device.multiprocessors;
+  const int stages = row.cluster == 1 ? 2 : 3;
+  const int bytes = stages * row.threads_per_row * row.vectors * 16;
+  if (poly_norm_forward_stages_pay(device, p, row, blocks) &&
+      bytes <= device.max_shared_memory / 2 - kRowBackwardArrayBytes) {
+    policy.groups = blocks / row.cluster;
+    policy.stages = stages;
+    policy.shared_bytes = bytes;
+  }
+  return policy;
 }
 
 // The most partial sums of the weight gradient: a block of the second kernel reads four a thread.
