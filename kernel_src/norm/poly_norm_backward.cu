@@ -156,6 +156,9 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
     poly_norm_backward_kernel(const PolyNormBackward p, const int blocks_in_cluster) {
   constexpr int N = 16 / sizeof(T);
   constexpr bool kMul = has_mul(kForm);
+  // Vectors of rows that start anywhere are shifted together, but of three inputs one by one: there
+  // are no registers for more, and (16380, 4097) takes 518 us on an H200 so, not 479.
+  constexpr int kTogether = kMul ? 1 : kVectors, kParts = kVectors / kTogether;
   const int cluster = kLong && kCompilesClusters ? blocks_in_cluster : 1;
   __shared__ RowSumScratch<4> scratch[2];
   const int dim = static_cast<int>(p.dim);
@@ -188,15 +191,17 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
     load_rstd(p.rstd, own_row < p.rows ? own_row : p.rows - 1, rstd);
 
     // Start to load everything.
-    SpreadLoading<T, kVectors, kAligned> grad_out_loading[kRows], x_loading[kRows],
-        mul_loading[kMul ? kRows : 1];
+    using Loading = SpreadLoading<T, kTogether, kAligned>;
+    Loading grad_out_loading[kRows][kParts], x_loading[kRows][kParts],
+        mul_loading[kMul ? kRows : 1][kParts];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const auto start = [&](auto& loading, const void* data, int64_t stride) {
-          loading.start(j, static_cast<const T*>(data) + (first_row + i) * stride,
-                        first_column + j * step, dim_of(i));
+          loading[j / kTogether].start(j % kTogether,
+                                       static_cast<const T*>(data) + (first_row + i) * stride,
+                                       first_column + j * step, dim_of(i));
         };
         start(grad_out_loading[i], p.grad_out, p.grad_out_stride);
         start(x_loading[i], p.x, p.x_stride);
@@ -211,15 +216,18 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
     float sums[kRows][4] = {};
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      grad_out_loading[i].join();
-      x_loading[i].join();
-      if constexpr (kMul) mul_loading[i].join();
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
-        grad_packed[i][j] = grad_out_loading[i].joined(j);
-        x_packed[i][j] = x_loading[i].joined(j);
+        const int part = j / kTogether, k = j % kTogether;
+        if (k == 0) {
+          grad_out_loading[i][part].join();
+          x_loading[i][part].join();
+          if constexpr (kMul) mul_loading[i][part].join();
+        }
+        grad_packed[i][j] = grad_out_loading[i][part].joined(k);
+        x_packed[i][j] = x_loading[i][part].joined(k);
         mul_packed[i][j] = Vector<T, N>{};
-        if constexpr (kMul) mul_packed[i][j] = mul_loading[i].joined(j);
+        if constexpr (kMul) mul_packed[i][j] = mul_loading[i][part].joined(k);
         Inputs<kForm, N> in(grad_packed[i][j], x_packed[i][j], mul_packed[i][j],
                             Polynomial(factors.factors, rstd), cuts, p.hidden_clamp);
         in.multiply_grad();
@@ -255,8 +263,6 @@ __global__ void __launch_bounds__(kRows > 1 ? kPolyNormShortThreads
       const Polynomial y = kRows > 1 ? own_y.from(lane, blockDim.x) : own_y;
       const Derivative derivative =
           kRows > 1 ? own_derivative.from(y, lane, blockDim.x) : own_derivative;
-      // Vectors of two gradients one by one: together they take more registers than there are.
-      constexpr int kTogether = kMul ? 1 : kVectors;
 #pragma unroll
       for (int j = 0; j < kVectors; j += kTogether) {
         GradientStoring<T, kForm, kTogether, kAligned> storing(p, row, first_column + j * step,
