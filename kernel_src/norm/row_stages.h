@@ -146,11 +146,14 @@ struct BulkStages {
         columns(max(0, min(all.dim - (all.first_column - static_cast<int>(threadIdx.x) * N),
                            static_cast<int>(blockDim.x) * kVectors * N))),
         slice_start(all.first_column - threadIdx.x * N) {
-    __shared__ uint64_t mbarriers[kMaxRowStages * kMaxRowsPerBlock];
+    __shared__ uint64_t mbarriers[kMaxRowStages * (kMaxRowsPerBlock + 1)];
     mbarrier = shared_address(mbarriers + threadIdx.y * kMaxRowStages);
     here = static_cast<char*>(shared) + threadIdx.y * row_bytes() + threadIdx.x * 16;
     if (threadIdx.x == 0) {
-      for (int stage = 0; stage < stages; ++stage) mbarrier_init(mbarrier + stage * 8, 1);
+      for (int stage = 0; stage < stages; ++stage) {
+        mbarrier_init(mbarrier + stage * 8, 1);
+        if (threadIdx.y == 0) mbarrier_init(mbarrier + kRead + stage * 8, blockDim.x / kWarpSize);
+      }
       fence_mbarrier_init();
     }
     // Columns past the end are zero in every stage: nothing is copied there later.
@@ -195,6 +198,15 @@ struct BulkStages {
   __device__ __forceinline__ void wait(int round) const {
     mbarrier_wait_parity_cluster(mbarrier, round);
   }
+  // In a block of one row: what a warp says when it has read its row, and when all have read the
+  // one that is so many stages after this one.
+  __device__ __forceinline__ void release() const {
+    warp_barrier();
+    if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(mbarrier + kRead);
+  }
+  __device__ __forceinline__ void wait_released(int further, int round) const {
+    mbarrier_wait_parity(mbarrier + kRead + further * 8, round);
+  }
   template <typename U, int kTensor>
   __device__ __forceinline__ Vector<U, N> read(int j) const {
     return Vector<U, N>::load_shared(slot(kTensor, j));
@@ -202,6 +214,10 @@ struct BulkStages {
   __device__ __forceinline__ Vector<T, N> read_other(int tensor, int j, int64_t) const {
     return Vector<T, N>::load_shared(slot(tensor, j));
   }
+
+ private:
+  static constexpr int kRead =
+      kMaxRowStages * kMaxRowsPerBlock * 8;  // those of rows that were read
 };
 
 template <typename T, typename O, int kVectors, int kTensors, int kThreads>
