@@ -48,10 +48,18 @@ struct GradientStoring {
   static __device__ __forceinline__ T* of(void* data, int64_t offset) {
     return data == nullptr ? nullptr : static_cast<T*>(data) + offset;
   }
+  // One vector leaves at once: two gradients of it take registers.
+  template <typename Storing, typename V>
+  static __device__ __forceinline__ void put(Storing& storing, int j, const V& vector) {
+    storing.put(j, vector);
+    if constexpr (kVectors == 1) storing.end();
+  }
   __device__ __forceinline__ void end() {
-    if (x.row != nullptr) x.end();
-    if constexpr (has_mul(kForm)) {
-      if (mul.row != nullptr) mul.end();
+    if constexpr (kVectors > 1) {
+      if (x.row != nullptr) x.end();
+      if constexpr (has_mul(kForm)) {
+        if (mul.row != nullptr) mul.end();
+      }
     }
   }
 };
@@ -76,7 +84,7 @@ __device__ __forceinline__ void write_gradients(const Vector<T, N>& grad_out,
 #pragma unroll
         for (int k = 0; k < N; ++k) values[k] = padding ? 0.0f : values[k];
       }
-      storing.mul.put(j, Vector<T, N>::from_floats(values));
+      Storing::put(storing.mul, j, Vector<T, N>::from_floats(values));
     }
   }
   if (storing.x.row == nullptr) return;
@@ -91,7 +99,7 @@ __device__ __forceinline__ void write_gradients(const Vector<T, N>& grad_out,
 #pragma unroll
     for (int k = 0; k < N; ++k) values[k] = padding ? 0.0f : values[k];
   }
-  storing.x.put(j, Vector<T, N>::from_floats(values));
+  Storing::put(storing.x, j, Vector<T, N>::from_floats(values));
 }
 
 __device__ __forceinline__ void load_rstd(const float* saved, int64_t row, float (&rstd)[3]) {
