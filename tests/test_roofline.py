@@ -40,6 +40,9 @@ def test_commits_to_a_family_and_to_what_families_share_are_counted(tmp_path: Pa
         commits.append(git(tmp_path, "rev-parse", "HEAD"))
     counts = [history.commits_since(commit, ("common", "norm"), tmp_path) for commit in commits]
     assert counts == [2, 2, 1, 0]
+    assert history.is_older(commits[0], commits[1], tmp_path)
+    assert not history.is_older(commits[1], commits[0], tmp_path)
+    assert not history.is_older(commits[1], commits[1], tmp_path)
 
 
 def case(us: float, commit: str = "a" * 40) -> dict:
@@ -70,3 +73,12 @@ def test_a_run_is_compared_and_merged():
     assert lines[0].endswith("2.000x") and lines[1].endswith("0.500x")
     merged = history.merge(run, before)["cases"]
     assert merged == {**run["cases"], "other": case(1.0)}
+
+
+def test_what_a_run_began_with_does_not_replace_what_is_newer(monkeypatch):
+    monkeypatch.setattr(history, "is_older", lambda commit, other: commit < other)
+    before = stored(newer=case(1.0, "b" * 40), older=case(1.0))
+    run = stored(newer=case(2.0), older=case(2.0, "b" * 40))
+    assert len(history.compare(run, before)) == 1
+    merged = history.merge(run, before)["cases"]
+    assert merged == {"newer": case(1.0, "b" * 40), "older": case(2.0, "b" * 40)}

@@ -64,6 +64,23 @@ def stale(
     return {key: count for key, count in ordered if count > 0}
 
 
+@functools.cache
+def is_older(commit: str, other: str, repo: Path = REPO) -> bool:
+    """Whether `other` comes after `commit`."""
+    order = ("merge-base", "--is-ancestor", commit, other)
+    return commit != other and results.git(*order, repo=repo) is not None
+
+
+def fresh(run: dict, stored: dict) -> dict:
+    """The run's cases, less those of before what is stored: it began with what was stored then."""
+    kept = stored["cases"]
+    return {
+        key: case
+        for key, case in run["cases"].items()
+        if key not in kept or not is_older(case["commit"], kept[key]["commit"])
+    }
+
+
 def compare(run: dict, stored: dict) -> list[str]:
     """One line for each case that the run has anew, those first that became slower most."""
 
@@ -71,7 +88,7 @@ def compare(run: dict, stored: dict) -> list[str]:
         return case["contenders"]["fuselage"]["us"]
 
     lines = []
-    for key, case in run["cases"].items():
+    for key, case in fresh(run, stored).items():
         before = stored["cases"].get(key)
         if case == before:
             continue
@@ -87,7 +104,8 @@ def compare(run: dict, stored: dict) -> list[str]:
 
 def merge(run: dict, stored: dict) -> dict:
     """What is stored, with the run's cases and host sections in place of its own."""
-    sections = {name: {**stored[name], **run[name]} for name in ("cases", "host")}
+    new = {**run, "cases": fresh(run, stored)}
+    sections = {name: {**stored[name], **new[name]} for name in ("cases", "host")}
     return {**stored, "environment": run["environment"], "method": run["method"], **sections}
 
 
