@@ -289,7 +289,7 @@ struct RowStoring<T, N, kVectors, false> {
   __device__ __forceinline__ void store_parts() {
     const int shift = Piece::shift_of(target);
     char* first = reinterpret_cast<char*>(target) - shift;
-    const int past = kVectors * lanes_of_row<kVectors>() * kVector;  // the first lane's first block
+    const int past = kVectors * lanes_of_row<kVectors>() * kVector;  // from the first lane's block
     // Of the row, from the first block on.
     const int bytes =
         min(left, (kVectors + 1) * kWarpSize * N) * static_cast<int>(sizeof(T)) + shift;

@@ -8,10 +8,11 @@
 //   PrivateStages  aligned rows: each thread copies the vectors that it will use itself (cp.async):
 //                  no barrier. [stage][tensor][vector][thread]
 //   ShiftedStages  rows of any alignment: as PrivateStages, but a thread copies the aligned block
-//                  in which its vector starts, and the last lane of a warp one more. When they are
-//                  there, it makes the vector of its own block and the next lane's, and puts it
-//                  in the place of the block. [stage][tensor][vector][thread], and after each
-//                  tensor [vector][warp] for the blocks of the last lanes
+//                  in which its vector starts, and the first lanes of a warp the one after those of
+//                  the last lane. When they are there, it makes the vector of its own block and
+//                  the next lane's, and puts it in the place of the block. Results leave the same
+//                  way. [stage][tensor][vector][thread], and after each tensor [vector][warp] for
+//                  the blocks after the last lanes
 //
 // Tensor 0 is of type O, the others are of type T. kThreads: of any block, where a stage has room
 // for them all, so that offsets are constants; 0 where it has room for those that there are.
@@ -216,8 +217,8 @@ struct BulkStages {
   }
 
  private:
-  static constexpr int kRead =
-      kMaxRowStages * kMaxRowsPerBlock * 8;  // those of rows that were read
+  // Bytes from the mbarriers of the first row to those that say it was read.
+  static constexpr int kRead = kMaxRowStages * kMaxRowsPerBlock * 8;
 };
 
 template <typename T, typename O, int kVectors, int kTensors, int kThreads>
