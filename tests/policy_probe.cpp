@@ -309,9 +309,9 @@ void expect_row_backward(Report& report, const DeviceInfo& device, const RowBack
   report.expect(policy.shared_bytes >= columns * 4, "no room for the sums of columns");
   report.expect(policy.shared_bytes >= policy.stages * columns * element_bytes,
                 "no room for the stages");
-  const int64_t factors = columns / (shape.factors_by_row ? 1 : row.rows_per_block) * 4;
-  report.expect(!shape.factors_in_shared ||
-                    policy.shared_bytes >= factors + policy.stages * columns * element_bytes,
+  const int64_t factors =
+      columns / (shape.factors_by_row ? 1 : row.rows_per_block) * 4 * shape.shared_factors;
+  report.expect(policy.shared_bytes >= factors + policy.stages * columns * element_bytes,
                 "no room for the factors");
   expect_column_blocks(report, device, policy.column_blocks, shape.column_sums, row, vector_size,
                        policy.shared_bytes, shape.groups * shape.group_rows * shape.dim);

@@ -85,7 +85,8 @@ struct AdaNormBackwardOp {
   static constexpr int kThreads = ada_norm_backward_threads(kResidual && !kByRow);
   static constexpr int kColumns = ada_norm_backward_columns(kResidual);
   static constexpr bool kFullStages = false;
-  static constexpr bool kFactorsInShared = true, kShortRows = !kResidual, kBulk = !kByRow;
+  static constexpr int kSharedFactors = kResidual && !kByRow ? 2 : 1;  // the second is the gate
+  static constexpr bool kShortRows = !kResidual, kBulk = !kByRow;
   static constexpr int kLeastVectors = kAdaNormLeastVectors;
   static constexpr bool kSpreadRows = true;
   using Values = RuntimeValues<T>;
@@ -93,11 +94,14 @@ struct AdaNormBackwardOp {
   static __device__ __forceinline__ bool factors_by_row(const Params& p) {
     return kByRow && p.scale_by_row;
   }
+  static __device__ __forceinline__ int factors(const Params& p) {
+    return kSharedFactors > 1 && p.gate.data != nullptr ? 2 : 1;
+  }
 
-  // weight * (1 + scale) of N columns.
+  // weight * (1 + scale) of N columns, and the gate.
   template <int N, bool kAligned>
   struct FactorLoading {
-    RuntimeLoading<T, N, kAligned> weight, scale;
+    RuntimeLoading<T, N, kAligned> weight, scale, gate;
 
     static __device__ __forceinline__ Values weight_of(const Params& p) {
       return Values(p.weight.data, p.weight.dtype);
@@ -105,9 +109,14 @@ struct AdaNormBackwardOp {
     __device__ __forceinline__ void start(const Params& p, int64_t row, int column, int dim) {
       weight.start(weight_of(p), column, dim);
       scale.start(modulation_of<T>(p.scale, row), column, dim);
+      if (kSharedFactors > 1) gate.start(modulation_of<T>(p.gate, row), column, dim);
     }
     __device__ __forceinline__ void finish(const Params& p, int64_t row, int column, int dim,
-                                           float (&factors)[N]) const {
+                                           int kind, float (&factors)[N]) const {
+      if (kind > 0) {
+        gate.finish(modulation_of<T>(p.gate, row), column, dim, 1.0f, factors);
+        return;
+      }
       float weights[N];
       scale.finish(modulation_of<T>(p.scale, row), column, dim, 0.0f, factors);
       weight.finish(weight_of(p), column, dim, 1.0f, weights);
@@ -177,14 +186,12 @@ struct AdaNormBackwardOp {
     for (int k = 0; k < N; ++k) a[k] = grad_out[k] * (1.0f + a[k]);
   }
 
-  template <bool kAligned, int N, typename Read, typename Store>
-  static __device__ __forceinline__ void gradients(const Params& p, const RowBackward& launch,
-                                                   int64_t row, int column,
-                                                   const float (&factors)[N], float (&grad_out)[N],
-                                                   float (&s)[N], const RowMoments& moments,
-                                                   const Coefficients& coefficients,
-                                                   const Read& read, const Store& store,
-                                                   float (&sums)[kColumnSums][N]) {
+  template <bool kAligned, int N, typename Read, typename More, typename Store>
+  static __device__ __forceinline__ void gradients(
+      const Params& p, const RowBackward& launch, int64_t row, int column,
+      const float (&factors)[N], float (&grad_out)[N], float (&s)[N], const RowMoments& moments,
+      const Coefficients& coefficients, const Read& read, const More& more, const Store& store,
+      float (&sums)[kColumnSums][N]) {
     const int dim = static_cast<int>(p.dim);
     float a[N], grad[N];
 #pragma unroll
@@ -219,7 +226,11 @@ struct AdaNormBackwardOp {
       }
       if (p.grad_residual != nullptr) store(1, p.grad_residual, grad);
       if (p.grad_x != nullptr && p.gate.data != nullptr) {
-        load_values<kAligned>(modulation_of<T>(p.gate, row), column, dim, 1.0f, a);
+        if constexpr (kSharedFactors > 1) {
+          more(1, a);
+        } else {
+          load_values<kAligned>(modulation_of<T>(p.gate, row), column, dim, 1.0f, a);
+        }
 #pragma unroll
         for (int k = 0; k < N; ++k) grad[k] *= a[k];
       }

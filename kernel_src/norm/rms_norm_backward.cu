@@ -23,12 +23,14 @@ struct RmsNormBackwardOp {
   static constexpr int kTensors = 3, kOutputs = 1;
   static constexpr int kStatistics = 1, kRowSums = 1, kColumnSums = 1;
   static constexpr int kThreads = kRmsNormBackwardThreads, kColumns = kRmsNormBackwardColumns;
-  static constexpr bool kFullStages = true, kFactorsInShared = false;
+  static constexpr bool kFullStages = true;
+  static constexpr int kSharedFactors = 0;
   static constexpr bool kShortRows = true, kBulk = true;
   static constexpr int kLeastVectors = 1;
   static constexpr bool kSpreadRows = false;
 
   static __device__ __forceinline__ bool factors_by_row(const Params&) { return false; }
+  static __device__ __forceinline__ int factors(const Params&) { return 1; }
 
   // weight + offset of N columns, or one. NOTE: with RuntimeLoading in its place the resident
   // kernel takes 3 to 11% longer on an H200, with as many registers.
@@ -48,7 +50,7 @@ struct RmsNormBackwardOp {
     __device__ __forceinline__ void start(const Params& p, int64_t, int column, int dim) {
       if (is_packed(p)) packed = load<T>(p, column, dim);
     }
-    __device__ __forceinline__ void finish(const Params& p, int64_t, int column, int dim,
+    __device__ __forceinline__ void finish(const Params& p, int64_t, int column, int dim, int,
                                            float (&factors)[N]) const {
       if (p.weight == nullptr) {
 #pragma unroll
@@ -86,11 +88,14 @@ struct RmsNormBackwardOp {
     return {sums[0] / dim * moments.rstd * moments.rstd * moments.rstd};
   }
 
-  template <bool kAligned, int N, typename Read, typename Store>
-  static __device__ __forceinline__ void gradients(
-      const Params& p, const RowBackward& launch, int64_t, int, const float (&factors)[N],
-      float (&grad_out)[N], float (&x)[N], const RowMoments& moments,
-      const Coefficients& coefficients, const Read& read, const Store& store, float (&sums)[1][N]) {
+  template <bool kAligned, int N, typename Read, typename More, typename Store>
+  static __device__ __forceinline__ void gradients(const Params& p, const RowBackward& launch,
+                                                   int64_t, int, const float (&factors)[N],
+                                                   float (&grad_out)[N], float (&x)[N],
+                                                   const RowMoments& moments,
+                                                   const Coefficients& coefficients,
+                                                   const Read& read, const More&,
+                                                   const Store& store, float (&sums)[1][N]) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       grad_out[k] *= moments.rstd;

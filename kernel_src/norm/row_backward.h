@@ -26,17 +26,19 @@
 //     constexpr int kThreads;           // of a block, at most
 //     constexpr int kColumns;           // of a thread, at most: registers for kColumnSums of them
 //     constexpr bool kFullStages;       // stages have room for kThreads: offsets are constants
-//     constexpr bool kFactorsInShared;  // or in registers
+//     constexpr int kSharedFactors;     // kinds of them in shared memory; 0: one, in registers
 //     constexpr bool kShortRows;        // there are kernels with fewer columns a thread
 //     constexpr int kLeastVectors;      // of a thread in these
 //     constexpr bool kSpreadRows;       // of a block, over its group
 //     constexpr bool kBulk;             // there are kernels with bulk copies
-//     struct FactorLoading<N, kAligned> { start(p, row, column, dim); finish(.., factors); }
+//     struct FactorLoading<N, kAligned> { start(p, row, column, dim); finish(.., kind, factors); }
+//     factors(p)                        // kinds that there are: the first is what terms is given
 //     factors_by_row(p)                 // whether each row has its own
 //     terms(grad_out, factors, s, moments, sums)       // adds a vector's part of the row's sums
 //     coefficients(p, sums, moments, launch)           // what gradients needs of these
 //     gradients<kAligned>(p, launch, row, column, factors, grad_out, s, moments, coefficients,
-//                         read, store, sums)           // stores rows, adds to sums of columns
+//                         read, more, store, sums)     // stores rows, adds to sums of columns;
+//                                                      // more(kind, values): of other factors
 //     column_terms<kAligned, kStreamed>(p, launch, row, column, grad_out, s, moments, unused,
 //                                       sums)  // these; without kStreamed only such as need
 //                                                none of the row's sums
@@ -69,6 +71,10 @@ __device__ __forceinline__ bool is_unused(float (&row_sums)[kRowSums], RowMoment
   moments = {0.0f, 0.0f};
   return true;
 }
+
+// Kinds of factors, wherever they are.
+template <typename Op>
+constexpr int kFactors = Op::kSharedFactors > 0 ? Op::kSharedFactors : 1;
 
 // ---- the resident kernel ----
 
@@ -175,9 +181,13 @@ struct RowBackwardThread {
     meanwhile();
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
-      float values[N];
-      loading[j].finish(p, row, columns.of(j), columns.dim, values);
-      factors.set(j, values);
+#pragma unroll
+      for (int kind = 0; kind < kFactors<Op>; ++kind) {
+        if (kind >= Op::factors(p)) continue;
+        float values[N];
+        loading[j].finish(p, row, columns.of(j), columns.dim, kind, values);
+        factors.set(kind, j, values);
+      }
     }
   }
 
@@ -192,7 +202,7 @@ struct RowBackwardThread {
       for (int i = 0; i < Op::kRowSums; ++i) terms[j][i] = 0.0f;
       staged.template read<O, 0>(j).to_floats(grad_out);
       staged.template read<T, 1>(j).to_floats(s);
-      factors.get(j, f);
+      factors.get(0, j, f);
       Op::terms(grad_out, f, s, moments, terms[j]);
     }
 #pragma unroll
@@ -222,10 +232,11 @@ struct RowBackwardThread {
       Vector<T, N> packed = staged.template read<T, 1>(j);
       if (unused) packed = Vector<T, N>::zero();  // it may be infinite
       packed.to_floats(s);
-      factors.get(j, f);
+      factors.get(0, j, f);
       const auto read = [&](int tensor, float(&values)[N]) {
         staged.read_other(tensor, j, row).to_floats(values);
       };
+      const auto more = [&](int kind, float(&values)[N]) { factors.get(kind, j, values); };
       const auto store = [&](int i, void* data, const float(&values)[N]) {
         const Vector<T, N> vector = Vector<T, N>::from_floats(values);
         if (!columns.inside(j)) return;
@@ -236,7 +247,7 @@ struct RowBackwardThread {
         }
       };
       Op::template gradients<kAligned>(p, launch, row, columns.of(j), f, grad_out, s, moments,
-                                       coefficients, read, store, sums[j]);
+                                       coefficients, read, more, store, sums[j]);
     }
     if constexpr (!kAligned) {
       // NOTE: lanes store together, also those whose row is past the end.
@@ -264,7 +275,7 @@ struct RowBackwardThread {
       start_all();
       if (Stages::kBulk && left > 0) next = load_moments<Op::kStatistics>(launch, row);
     });
-    if (Op::kFactorsInShared) __syncthreads();
+    if (Op::kSharedFactors > 0) __syncthreads();
     row_sum_end(cluster);
     // With two stages nothing is under way while the blocks of a cluster wait for each other,
     // unless the next row need not wait for that: fused_add_rms_norm of (512, 131072) takes 207 us
@@ -420,12 +431,15 @@ __global__ void __launch_bounds__(512, 1)
   const T* s_row = launch.tensors.row<T>(1, row, 0);
   RowMoments moments = load_moments<Op::kStatistics>(launch, row);
   const bool lost = may_be_unused(launch, moments);
+  const auto load_factors = [&](int column, int kind, float(&factors)[N]) {
+    typename Op::template FactorLoading<N, false> loading;
+    loading.start(p, row, column, dim);
+    loading.finish(p, row, column, dim, kind, factors);
+  };
   const auto load_inputs = [&](int column, float(&grad_out)[N], float(&s)[N], float(&factors)[N]) {
     load<false, N>(grad_out_row, column, dim).to_floats(grad_out);
     load<false, N>(s_row, column, dim).to_floats(s);
-    typename Op::template FactorLoading<N, false> loading;
-    loading.start(p, row, column, dim);
-    loading.finish(p, row, column, dim, factors);
+    load_factors(column, 0, factors);
   };
 
   float sums[Op::kRowSums] = {};
@@ -454,12 +468,13 @@ __global__ void __launch_bounds__(512, 1)
     const auto read = [&](int tensor, float(&values)[N]) {
       load<false, N>(launch.tensors.row<T>(tensor, row, 0), column, dim).to_floats(values);
     };
+    const auto more = [&](int kind, float(&values)[N]) { load_factors(column, kind, values); };
     const auto write = [&](int, void* data, const float(&values)[N]) {
       store<false>(Vector<T, N>::from_floats(values), static_cast<T*>(data) + row * launch.dim,
                    column, dim, column < dim);
     };
     Op::template gradients<false>(p, launch, row, column, factors, grad_out, s, moments,
-                                  coefficients, read, write, no_sums);
+                                  coefficients, read, more, write, no_sums);
   }
 }
 

@@ -27,7 +27,7 @@ struct RowBackwardShape {
   int grad_out_size;         // of an element
   int tensors;               // that are read for a row, grad_out among them
   int statistics;            // floats of a row
-  bool factors_in_shared;    // float32 in shared memory, or in registers
+  int shared_factors;        // kinds of float32 factors in shared memory; 0: in registers
   bool factors_by_row;       // each row has its own
   int column_sums;           // of a column that are kept; none: 0
   bool sums_need_rows;       // some need a row's own sums, or groups share what comes of them
@@ -78,8 +78,7 @@ struct RowBackwardMemory {
     return row_statistics_bytes(stage_threads(rows, threads), shape.statistics);
   }
   constexpr int factor_bytes(int rows, int threads, int vectors) const {
-    if (!shape.factors_in_shared) return 0;
-    const int bytes = threads * vectors * vector_size * 4;
+    const int bytes = shape.shared_factors * threads * vectors * vector_size * 4;
     return ((shape.factors_by_row ? rows : 1) * bytes + 127) / 128 * 128;
   }
   // One element of each tensor.
