@@ -14,10 +14,12 @@
 //     Columns load(column, inside);  // what is read before the first stage has ended
 //     group(columns, group, column, sums, totals);  // what comes of a group; adds to totals
 //     all(columns, column, totals);                 // and of all groups, where there are totals
+//     needs_all();                                  // whether that is needed now
 //   };
 //
-// Block: (columns, lanes). Lane y has share y % shares of the parts of a group, and with totals 32
-// / shares groups are side by side in it; without, a block has one group. The kernel starts while
+// Block: (columns, lanes). Lane y has share y % shares of the parts of a group. Where totals are
+// needed 32 / shares groups are side by side in a block, which goes through all of them; otherwise
+// a block has one group. The kernel starts while
 // the first stage ends (PDL), and then is all latency: a thread has up to kPartsAhead parts under
 // way at once.
 #pragma once
@@ -69,7 +71,8 @@ __device__ __forceinline__ void add_lanes(float (&values)[kCount], float* scratc
 
 template <typename Finish>
 __global__ void __launch_bounds__(kReduceThreads)
-    reduce_partials_kernel(const PartialSums partials, const int log2_shares, const Finish finish) {
+    reduce_partials_kernel(const PartialSums partials, const int log2_shares, const bool needs_all,
+                           const Finish finish) {
   constexpr int kKinds = Finish::kKinds;
   constexpr int kTotals = Finish::kTotals > 0 ? Finish::kTotals : 1;
   constexpr bool kHasTotals = Finish::kTotals > 0;
@@ -83,7 +86,7 @@ __global__ void __launch_bounds__(kReduceThreads)
   const bool has_column = column < partials.columns;
   const auto columns = finish.load(column, has_column);
   float totals[kTotals] = {};
-  int64_t first = kHasTotals ? 0 : int64_t{blockIdx.y};
+  int64_t first = kHasTotals && needs_all ? 0 : int64_t{blockIdx.y};
   int64_t group = first + (threadIdx.y >> log2_shares);
   const float* of_group = partials.data + group * group_size + share * part_size + column;
   grid_dependency_wait();
@@ -114,7 +117,7 @@ __global__ void __launch_bounds__(kReduceThreads)
     }
     if (shares > 1) add_lanes(sums, scratch, 1, shares, share == 0);
     if (share == 0 && inside) finish.group(columns, group, column, sums, totals);
-    if (!kHasTotals) return;
+    if (!kHasTotals || !needs_all) return;
     group += side_by_side;
     of_group += side_by_side * group_size;
     __syncthreads();
@@ -147,14 +150,17 @@ gpuError reduce_partials(const PartialSums& partials, gpuStream stream, const Fi
   int log2_shares = 0;
   while (log2_shares < 5 && (kPartsAhead << log2_shares) < partials.parts) ++log2_shares;
   const int shares = 1 << log2_shares;
+  // Without totals each group has blocks of its own.
+  bool needs_all = false;
+  if constexpr (Finish::kTotals > 0)
+    needs_all = finish.needs_all() || partials.groups > kMostBlocksAlongY;
   int lanes = shares;
-  if (Finish::kTotals > 0) {
+  if (needs_all)
     lanes *= static_cast<int>(std::min<int64_t>(32 / shares, next_power_of_two(partials.groups)));
-  }
   const int columns = kReduceThreads / lanes;
-  const dim3 grid(ceil_div(partials.columns, columns), Finish::kTotals > 0 ? 1 : partials.groups);
+  const dim3 grid(ceil_div(partials.columns, columns), needs_all ? 1 : partials.groups);
   return gpu_launch_after(&reduce_partials_kernel<Finish>, grid, dim3(columns, lanes), stream,
-                          partials, log2_shares, finish);
+                          partials, log2_shares, needs_all, finish);
 }
 
 }  // namespace

@@ -59,6 +59,11 @@ struct AdaNormGradients {
     }
   }
   // What belongs to all groups.
+  bool needs_all() const {
+    return (p.sums_columns && !p.scale_by_row && p.scale_rows.value == p.rows) ||
+           (p.sums_gate && p.gate_rows.value == p.rows) || p.grad_weight != nullptr ||
+           p.grad_bias != nullptr;
+  }
   __device__ __forceinline__ void all(const Columns& columns, int64_t column,
                                       const float (&totals)[5]) const {
     if (p.sums_columns && !p.scale_by_row && p.scale_rows.value == p.rows)

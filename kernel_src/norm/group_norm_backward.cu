@@ -258,6 +258,7 @@ struct FinishGroupNorm {
       totals[kind] += of_sample[kind];
     }
   }
+  bool needs_all() const { return grad_bias != nullptr || grad_weight != nullptr; }
   __device__ __forceinline__ void all(const Columns&, int64_t column,
                                       const float (&totals)[2]) const {
     if (grad_bias != nullptr) store_value(grad_bias, bias_dtype, column, totals[0]);
