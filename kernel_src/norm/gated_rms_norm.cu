@@ -212,8 +212,8 @@ __global__ void __launch_bounds__(kGatedNormBackwardThreads, 1)
   };
   const int group_start = static_cast<int>(rows.group) * dim;
   Stages staged(dynamic_memory, tensors,
-                RowColumns(group_start + dim, group_start + column_of(0), step, kVectors),
-                rows.first, kGatedNormStages);
+                RowColumns(group_start + dim, group_start + column_of(0), N, kVectors), rows.first,
+                kGatedNormStages);
   const auto start = [&](int64_t row) {
     staged.start_next_row(row < p.rows, row);
     cp_async_commit_group();

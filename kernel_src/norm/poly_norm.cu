@@ -176,8 +176,7 @@ __global__ void __launch_bounds__(kPolyNormLongThreads, bounded_blocks(kPolyNorm
   row_sum_start(cluster, scratch);
   const Factors factors = load_factors<T>(p, 0);
   BulkStages<T, T, kVectors, 1, 0> staged(shared_in_register(dynamic_memory), tensors,
-                                          RowColumns(dim, first_column, step, kVectors), row,
-                                          stages);
+                                          RowColumns(dim, first_column, N, kVectors), row, stages);
   if (threadIdx.x == 0) {
     for (int i = 0; i < stages && row + i * row_step < p.rows; ++i)
       staged.start_row(row + i * row_step, i);

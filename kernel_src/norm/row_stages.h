@@ -49,12 +49,22 @@ __device__ __forceinline__ char* shared_in_register(void* pointer) {
 // Where a thread's columns are: vector j starts at first_column + j * step.
 struct RowColumns {
   int dim, first_column, step;
-  int count;  // of vectors that start inside the row
+  int count;    // of vectors that start inside the row
+  int of_warp;  // of those that do so in some lane of the warp
 
-  __device__ __forceinline__ RowColumns(int dim_, int first_column_, int step_, int vectors)
-      : dim(dim_), first_column(first_column_), step(step_), count(0) {
+  // Vectors of so many columns: a thread has `vectors` of them.
+  __device__ __forceinline__ RowColumns(int dim_, int first_column_, int size, int vectors)
+      : dim(dim_),
+        first_column(first_column_),
+        step(static_cast<int>(blockDim.x) * size),
+        count(0),
+        of_warp(0) {
+    const int from_first_lane = static_cast<int>(threadIdx.x) % kWarpSize * size;
 #pragma unroll
-    for (int j = 0; j < vectors; ++j) count += of(j) < dim ? 1 : 0;
+    for (int j = 0; j < vectors; ++j) {
+      count += of(j) < dim ? 1 : 0;
+      of_warp += of(j) - from_first_lane < dim ? 1 : 0;
+    }
   }
   __device__ __forceinline__ int of(int j) const { return first_column + j * step; }
   __device__ __forceinline__ bool inside(int j) const { return j < count; }
