@@ -233,7 +233,9 @@ void rms_norm_forward(const DeviceInfo& device, Report& report) {
                         {p.out, dim, dim, dtype_size(out)},
                         {p.weight, 0, dim, 4}});
         expect_forward_row(report, device, rms_norm_forward_policy(device, aligned, p),
-                           {rows, dim, size, aligned, false, !residual});
+                           {rows, dim, size, aligned, false, !residual, 0});
+        const RowForwardShape two_sums{rows, dim, size, aligned, false, false, 1024};
+        expect_forward_row(report, device, row_forward_policy(device, two_sums), two_sums);
       }
     });
   });
@@ -271,7 +273,7 @@ void ada_norm_forward(const DeviceInfo& device, Report& report) {
                         {p.gate.data, 0, dim, size},
                         {p.scale.data, stride, dim, 4}});
         expect_forward_row(report, device, ada_norm_forward_policy(device, aligned, p),
-                           {rows, dim, size, aligned, true, false});
+                           {rows, dim, size, aligned, true, false, residual ? 512 : 0});
       }
     });
   }

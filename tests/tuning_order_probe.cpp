@@ -45,7 +45,8 @@ Numbers operator+(Numbers a, const Numbers& b) {
 void norms(const DeviceInfo& device, int64_t rows, int64_t dim, std::vector<Outcome>& out) {
   for (const bool aligned : {true, false}) {
     for (const bool light : {true, false}) {
-      const RowPolicy row = row_forward_policy(device, {rows, dim, 2, aligned, !light, light});
+      const RowPolicy row =
+          row_forward_policy(device, {rows, dim, 2, aligned, !light, light, light ? 0 : 1024});
       // The tree of norm/row_reduce.h is one whatever vectors and rows a thread has.
       Numbers order{row.cluster, row.streamed};
       if (row.streamed) order.push_back(row.threads_per_row);

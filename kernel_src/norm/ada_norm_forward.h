@@ -48,7 +48,7 @@ struct AdaNormOp {
 
   // Launch bounds: 64 registers; 80 with several inputs.
   static constexpr int threads(bool, bool) { return kResidual ? 768 : kForwardThreads; }
-  static constexpr int blocks(bool, bool) { return kResidual ? 1 : 2; }
+  static constexpr int blocks(int, bool, bool) { return kResidual ? 1 : 2; }
   static constexpr int short_blocks(bool aligned) { return aligned && !kResidual ? 7 : 5; }
   static constexpr bool early(int vectors, bool aligned) { return aligned && vectors < 4; }
 

@@ -27,7 +27,7 @@ struct RmsNormOp {
   static constexpr int threads(bool aligned, bool clusters) {
     return aligned && !kResidual && !clusters ? 576 : kForwardThreads;
   }
-  static constexpr int blocks(bool aligned, bool) {
+  static constexpr int blocks(int, bool aligned, bool) {
     return (aligned && kResidual) || sizeof(O) > sizeof(T) ? 1 : 2;
   }
   static constexpr int short_blocks(bool aligned) { return !aligned ? 5 : kResidual ? 7 : 9; }

@@ -38,7 +38,8 @@ inline bool has_aligned_kernel(const Params& p) {
 inline RowPolicy rms_norm_forward_policy(const DeviceInfo& device, bool aligned,
                                          const RmsNormForward& p) {
   const bool light = p.residual == nullptr;
-  return row_forward_policy(device, {p.rows, p.dim, dtype_size(p.x_dtype), aligned, false, light});
+  return row_forward_policy(device,
+                            {p.rows, p.dim, dtype_size(p.x_dtype), aligned, false, light, 0});
 }
 
 // Of a block and of a thread of the backward, which keeps the weight's gradient in registers.

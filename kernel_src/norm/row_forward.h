@@ -154,7 +154,7 @@ template <typename Op, int kVectors, int kRows, bool kAligned, bool kClusters>
 constexpr int forward_blocks() {
   const int blocks = kRows > 1                    ? Op::short_blocks(kAligned)
                      : kVectors > kForwardVectors ? kForwardMostVectorBlocks
-                                                  : Op::blocks(kAligned, kClusters);
+                                                  : Op::blocks(kVectors, kAligned, kClusters);
   return bounded_blocks(forward_threads<Op, kVectors, kRows, kAligned, kClusters>(), blocks);
 }
 

@@ -23,6 +23,7 @@ struct RowForwardShape {
   bool aligned;       // every row of every tensor starts and ends on a 16-byte boundary
   bool most_vectors;  // whether there is a kernel with kForwardMostVectors
   bool light;         // one sum of one input: little besides the loads
+  int two_vectors;    // a thread's, where a row has so many at most. Measured
 };
 
 // Whether rows of so many vectors are enough for that many of them a thread.
@@ -77,7 +78,10 @@ inline RowPolicy row_forward_policy(const DeviceInfo& device, const RowForwardSh
   // four; of (1024, 2048) 3.9 and 4.1.
   const bool few_rows = all_resident(1);
   const bool few_threads = count > kWarpSize * kForwardVectors && count <= kForwardThreads;
-  const bool two_pay = few_rows || (shape.light && (few_threads || all_resident(2)));
+  // Of several inputs two are enough under way, and with more warps others work while one waits.
+  const bool several_inputs = count > 2 * kWarpSize && count <= shape.two_vectors;
+  const bool two_pay =
+      few_rows || several_inputs || (shape.light && (few_threads || all_resident(2)));
   const bool most_vectors =
       shape.most_vectors && policy.cluster == 1 && most_vectors_pay(device, shape.rows, count);
   const auto held = [&](int vectors) { return int64_t{threads_for(count, vectors)} * vectors; };

@@ -21,8 +21,8 @@ struct QuantisedOp : Op {
   static constexpr int threads(bool aligned, bool clusters) {
     return aligned ? kForwardThreads : Op::threads(aligned, clusters);
   }
-  static constexpr int blocks(bool aligned, bool clusters) {
-    return aligned ? 2 : Op::blocks(aligned, clusters);
+  static constexpr int blocks(int vectors, bool aligned, bool clusters) {
+    return aligned ? 2 : Op::blocks(vectors, aligned, clusters);
   }
 
   template <bool kAligned, int kVectors>
