@@ -86,6 +86,8 @@ def test_a_gate_of_another_form(fuselage, device, gate_form, scale_form):
     inputs["gate"] = normal(FORMS[gate_form](shape), torch.float32, device)
     check_values(op, fuselage, inputs, {})
     check_gradients(op, fuselage, inputs, {})
+    # Without weight and bias, whose gradients belong to all rows.
+    check_gradients(op, fuselage, inputs | {"weight": None, "bias": None}, {})
 
 
 @each_adaptive
