@@ -19,9 +19,8 @@
 //
 // Block: (columns, lanes). Lane y has share y % shares of the parts of a group. Where totals are
 // needed 32 / shares groups are side by side in a block, which goes through all of them; otherwise
-// a block has one group. The kernel starts while
-// the first stage ends (PDL), and then is all latency: a thread has up to kPartsAhead parts under
-// way at once.
+// a block has one group. The kernel starts while the first stage ends (PDL), and then is all
+// latency: a thread has up to kPartsAhead parts under way at once.
 #pragma once
 
 #include <algorithm>

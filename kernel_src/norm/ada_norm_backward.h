@@ -58,18 +58,20 @@ struct AdaNormGradients {
                     of_gate);
     }
   }
-  // What belongs to all groups.
+  // What belongs to all groups: scale and shift, or the gate, may be one for all rows.
+  __host__ __device__ bool has_one_scale() const {
+    return p.sums_columns && !p.scale_by_row && p.scale_rows.value == p.rows;
+  }
+  __host__ __device__ bool has_one_gate() const {
+    return p.sums_gate && p.gate_rows.value == p.rows;
+  }
   bool needs_all() const {
-    return (p.sums_columns && !p.scale_by_row && p.scale_rows.value == p.rows) ||
-           (p.sums_gate && p.gate_rows.value == p.rows) || p.grad_weight != nullptr ||
-           p.grad_bias != nullptr;
+    return has_one_scale() || has_one_gate() || p.grad_weight != nullptr || p.grad_bias != nullptr;
   }
   __device__ __forceinline__ void all(const Columns& columns, int64_t column,
                                       const float (&totals)[5]) const {
-    if (p.sums_columns && !p.scale_by_row && p.scale_rows.value == p.rows)
-      write_scale_and_shift(columns, 0, column, totals[0], totals[1]);
-    if (p.sums_gate && p.gate_rows.value == p.rows)
-      store_value(p.grad_gate, p.gate.dtype, column, totals[2]);
+    if (has_one_scale()) write_scale_and_shift(columns, 0, column, totals[0], totals[1]);
+    if (has_one_gate()) store_value(p.grad_gate, p.gate.dtype, column, totals[2]);
     if (p.grad_weight != nullptr) store_value(p.grad_weight, p.weight.dtype, column, totals[3]);
     if (p.grad_bias != nullptr) store_value(p.grad_bias, p.bias_dtype, column, totals[4]);
   }

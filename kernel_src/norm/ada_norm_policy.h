@@ -47,7 +47,7 @@ inline RowPolicy ada_norm_forward_policy(const DeviceInfo& device, bool aligned,
                                          const AdaNormForward& p) {
   // With a residual, on an H200, bfloat16: fused_add_layer_norm of (9984, 2048) takes 42.2 us with
   // two vectors a thread, 42.8 with four, (16384, 4096) 132 and 134, (32768, 1024) 67.0 and 68.5;
-  // but (32760, 5120) 327 and 325.
+  // but (32760, 5120) 327 and 326.
   const bool plain = p.residual == nullptr;
   return row_forward_policy(device, {p.rows, p.dim, dtype_size(p.dtype), aligned, plain, false,
                                      plain ? 0 : kForwardThreads});
