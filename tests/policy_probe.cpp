@@ -234,8 +234,9 @@ void rms_norm_forward(const DeviceInfo& device, Report& report) {
                         {p.weight, 0, dim, 4}});
         expect_forward_row(report, device, rms_norm_forward_policy(device, aligned, p),
                            {rows, dim, size, aligned, false, !residual, 0});
-        const RowForwardShape two_sums{rows, dim, size, aligned, false, false, 1024};
-        expect_forward_row(report, device, row_forward_policy(device, two_sums), two_sums);
+        expect_forward_row(report, device,
+                           rms_norm_add_rms_norm_policy(device, aligned, rows, dim, x),
+                           {rows, dim, size, aligned, false, false, 1024});
       }
     });
   });

@@ -44,12 +44,10 @@ Numbers operator+(Numbers a, const Numbers& b) {
 
 void norms(const DeviceInfo& device, int64_t rows, int64_t dim, std::vector<Outcome>& out) {
   for (const bool aligned : {true, false}) {
-    // rms_norm, layer_norm, rms_norm_add_rms_norm.
-    for (const RowForwardShape& shape :
-         {RowForwardShape{rows, dim, 2, aligned, false, true, 0},
-          RowForwardShape{rows, dim, 2, aligned, true, false, 0},
-          RowForwardShape{rows, dim, 2, aligned, false, false, 1024}}) {
-      const RowPolicy row = row_forward_policy(device, shape);
+    for (const RowPolicy& row :
+         {row_forward_policy(device, {rows, dim, 2, aligned, false, true, 0}),  // rms_norm
+          row_forward_policy(device, {rows, dim, 2, aligned, true, false, 0}),  // layer_norm
+          rms_norm_add_rms_norm_policy(device, aligned, rows, dim, DType::bfloat16)}) {
       // The tree of norm/row_reduce.h is one whatever vectors and rows a thread has.
       Numbers order{row.cluster, row.streamed};
       if (row.streamed) order.push_back(row.threads_per_row);

@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(kReduceThreads)
   constexpr int kTotals = Finish::kTotals > 0 ? Finish::kTotals : 1;
   constexpr bool kHasTotals = Finish::kTotals > 0;
   __shared__ float scratch[(kKinds > kTotals ? kKinds : kTotals) * kReduceThreads];
+  const bool goes_on = kHasTotals && needs_all;  // to other groups
   const int64_t column = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const int shares = 1 << log2_shares, parts = static_cast<int>(partials.parts);
   const int share = static_cast<int>(threadIdx.y) & (shares - 1);
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(kReduceThreads)
   const bool has_column = column < partials.columns;
   const auto columns = finish.load(column, has_column);
   float totals[kTotals] = {};
-  int64_t first = kHasTotals && needs_all ? 0 : int64_t{blockIdx.y};
+  int64_t first = goes_on ? 0 : int64_t{blockIdx.y};
   int64_t group = first + (threadIdx.y >> log2_shares);
   const float* of_group = partials.data + group * group_size + share * part_size + column;
   grid_dependency_wait();
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kReduceThreads)
     }
     if (shares > 1) add_lanes(sums, scratch, 1, shares, share == 0);
     if (share == 0 && inside) finish.group(columns, group, column, sums, totals);
-    if (!kHasTotals || !needs_all) return;
+    if (!goes_on) return;
     group += side_by_side;
     of_group += side_by_side * group_size;
     __syncthreads();
@@ -149,7 +150,7 @@ gpuError reduce_partials(const PartialSums& partials, gpuStream stream, const Fi
   int log2_shares = 0;
   while (log2_shares < 5 && (kPartsAhead << log2_shares) < partials.parts) ++log2_shares;
   const int shares = 1 << log2_shares;
-  // Without totals each group has blocks of its own.
+  // Without totals each group has blocks of its own, if a grid has room for them.
   bool needs_all = false;
   if constexpr (Finish::kTotals > 0)
     needs_all = finish.needs_all() || partials.groups > kMostBlocksAlongY;

@@ -81,7 +81,7 @@ inline RowBackwardShape ada_norm_backward_shape(const AdaNormBackward& p) {
   const bool by_row = p.scale_by_row || p.gate_by_row;
   const bool residual = ada_norm_has_residual(p) || by_row;
   shape.statistics = 2;
-  shape.shared_factors = residual && !by_row && p.gate.data != nullptr ? 2 : 1;
+  shape.shared_factors = !by_row && p.gate.data != nullptr ? 2 : 1;
   shape.factors_by_row = p.scale_by_row;
   shape.column_sums = p.partial_rows == 0 ? 0 : residual ? 3 : 2;
   // What groups share is left to the second kernel.

@@ -24,9 +24,7 @@ struct RmsNormAddRmsNormOp {
   static constexpr int kSums = 1, kShared = 1;
   static constexpr bool kWritesSum = true, kNormsInput = true;
 
-  // Launch bounds: 64 registers with two vectors of an aligned row. There are two barriers, at
-  // which other warps are to do something: on an H200, bfloat16, (16384, 4096) takes 133 us so, and
-  // 147 with four vectors, (26214, 2560) 132 and 162, (8192, 8192) 138 and 151.
+  // Launch bounds: 64 registers with two vectors of an aligned row.
   static constexpr int threads(bool, bool) { return kForwardThreads; }
   static constexpr int blocks(int vectors, bool aligned, bool) {
     return aligned && vectors == 2 ? 2 : 1;
@@ -172,9 +170,8 @@ const char* rms_norm_add_rms_norm(const RmsNormAddRmsNorm& p, int device, void* 
   return message_of(dispatch_dtype(p.x_dtype, [&](auto tag) {
     using Op = RmsNormAddRmsNormOp<typename decltype(tag)::type>;
     return with_bool(is_aligned(p), [&](auto aligned) {
-      const RowPolicy policy = row_forward_policy(
-          device_info(device),
-          {p.rows, p.dim, dtype_size(p.x_dtype), aligned, false, false, 2 * kForwardThreads});
+      const RowPolicy policy =
+          rms_norm_add_rms_norm_policy(device_info(device), aligned, p.rows, p.dim, p.x_dtype);
       return launch_row_forward<Op, aligned>(p, policy, static_cast<gpuStream>(stream));
     });
   }));

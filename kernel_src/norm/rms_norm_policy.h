@@ -42,6 +42,15 @@ inline RowPolicy rms_norm_forward_policy(const DeviceInfo& device, bool aligned,
                             {p.rows, p.dim, dtype_size(p.x_dtype), aligned, false, light, 0});
 }
 
+// Two vectors a thread: there are two barriers, at which other warps are to do something. On an
+// H200, bfloat16, (16384, 4096) takes 133 us so, and 147 with four, (26214, 2560) 132 and 162,
+// (8192, 8192) 138 and 151.
+inline RowPolicy rms_norm_add_rms_norm_policy(const DeviceInfo& device, bool aligned, int64_t rows,
+                                              int64_t dim, DType dtype) {
+  return row_forward_policy(
+      device, {rows, dim, dtype_size(dtype), aligned, false, false, 2 * kForwardThreads});
+}
+
 // Of a block and of a thread of the backward, which keeps the weight's gradient in registers.
 constexpr int kRmsNormBackwardThreads = 512;
 constexpr int kRmsNormBackwardColumns = 32;
