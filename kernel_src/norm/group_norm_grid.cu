@@ -21,6 +21,8 @@
 // x may start anywhere: a chunk is as far past a boundary of 16 bytes in shared memory as it is in
 // global memory. Threads have the same vectors then, so that bits do not depend on where a tensor
 // starts.
+#include <type_traits>
+
 #include "common/cooperative_launch.h"
 #include "common/dispatch.h"
 #include "norm/group_norm_device.h"
@@ -52,31 +54,28 @@ struct GridParams {
 
 constexpr int64_t kNoItem = -1;
 
+// A chunk: its vectors within the group, and where these begin in memory. One thread computes this
+// for its block: of the kernel's instructions a third were those of every warp for itself.
+struct GridChunk {
+  int64_t item, group;  // item: kNoItem after the last one of the block
+  const void* x;
+  void* out;
+  int part, first, count;  // part: of the group
+  int channel;             // of the sample, the first of the group
+  int first_channel;       // of the group, in which the chunk begins,
+  int first_vector;        // and with which of its vectors
+};
+
 // What a stage has besides its chunk. Mbarriers: the chunk's x is there (full), its moments
 // (summed), those of its group (ready), and its results (applied).
 struct StageState {
   uint64_t full, summed, ready, applied;
-  int64_t item;                                // the chunk, or kNoItem after the last of the block
+  GridChunk chunk;
   float2 of_warps[kMomentWarps];               // mean and squares
   float2 of_channels[kGroupNormGridChannels];  // rstd * weight, and bias
   float mean;
 };
 static_assert(sizeof(StageState) <= kGroupNormGridStateBytes, "more than the policy has room for");
-
-// A chunk: its vectors within the group, and where these begin in a sample.
-struct GridChunk {
-  int64_t item, group, sample, offset;
-  int part, first, count;
-
-  __device__ __forceinline__ GridChunk(const GroupNormForward& p, const GridParams& grid,
-                                       int vector_size, int64_t item_)
-      : item(item_), group(quotient(item, grid.chunks)), sample(quotient(group, grid.groups)) {
-    part = static_cast<int>(item - group * grid.chunks.value);
-    first = part * grid.chunk_vectors;
-    count = min(grid.chunk_vectors, static_cast<int>(p.group_size) / vector_size - first);
-    offset = (group - sample * p.groups) * p.group_size + int64_t{first} * vector_size;
-  }
-};
 
 // A stage with a chunk in it, and the parity of its mbarriers.
 template <typename T>
@@ -86,20 +85,22 @@ struct Stage {
   char* data;
   StageState& state;
   uint32_t parity;
-  const T* x;
-  T* out;
 
-  // Whether the results go back through the stage.
-  __device__ __forceinline__ bool stores_staged() const {
-    return is_aligned_16(x) && is_aligned_16(out);
-  }
+  // Whether the chunk begins on a boundary of 16 bytes.
+  __device__ __forceinline__ bool aligned() const { return is_aligned_16(state.chunk.x); }
   // A vector of x.
+  template <bool kAligned>
   __device__ __forceinline__ V load(int i) const {
     const V first = V::load_shared(data + 16 * i);
-    if (is_aligned_16(x)) return first;
-    return V::shifted(first, V::load_shared(data + 16 * i + 16), V::shift_of(x));
+    if (kAligned || aligned()) return first;
+    return V::shifted(first, V::load_shared(data + 16 * i + 16), V::shift_of(state.chunk.x));
   }
 };
+
+// Whether the results of a chunk go back through its stage.
+__device__ __forceinline__ bool stores_staged(const GridChunk& chunk) {
+  return is_aligned_16(chunk.x) && is_aligned_16(chunk.out);
+}
 
 // A place in the ring: a block's stages in the order of its chunks, or every `step`-th of them.
 template <typename T>
@@ -126,13 +127,23 @@ struct Ring {
     return *reinterpret_cast<StageState*>(data() + data_bytes());
   }
   __device__ __forceinline__ GridChunk chunk(int64_t item) const {
-    return GridChunk(p, grid, 16 / sizeof(T), item);
-  }
-  __device__ __forceinline__ Stage<T> at(const GridChunk& chunk) const {
-    return Stage<T>{
-        data(), state(), parity,
-        static_cast<const T*>(p.x) + chunk.sample * p.x_stride + chunk.offset,
-        static_cast<T*>(p.out) + chunk.sample * p.channels * p.positions + chunk.offset};
+    constexpr int N = 16 / sizeof(T);
+    const int vectors = static_cast<int>(p.positions) / N;  // of a channel
+    GridChunk c;
+    c.item = item;
+    c.group = quotient(item, grid.chunks);
+    c.part = static_cast<int>(item - c.group * grid.chunks.value);
+    c.first = c.part * grid.chunk_vectors;
+    c.count = min(grid.chunk_vectors, static_cast<int>(p.group_size) / N - c.first);
+    const int64_t sample = quotient(c.group, grid.groups);
+    const int64_t of_sample = c.group - sample * p.groups;
+    const int64_t offset = of_sample * p.group_size + int64_t{c.first} * N;
+    c.x = static_cast<const T*>(p.x) + sample * p.x_stride + offset;
+    c.out = static_cast<T*>(p.out) + sample * p.channels * p.positions + offset;
+    c.channel = static_cast<int>(of_sample * p.group_channels);
+    c.first_channel = c.first / vectors;
+    c.first_vector = c.first - c.first_channel * vectors;
+    return c;
   }
   // f(chunk, stage) for the block's chunks, each when its x is there.
   template <typename F>
@@ -140,10 +151,9 @@ struct Ring {
 #pragma unroll 1
     for (;; next()) {
       mbarrier_wait_parity(shared_address(&state().full), parity);
-      const int64_t item = state().item;
-      if (item == kNoItem) return;
-      const GridChunk c = chunk(item);
-      f(c, at(c));
+      StageState& s = state();
+      if (s.chunk.item == kNoItem) return;
+      f(s.chunk, Stage<T>{data(), s, parity});
     }
   }
 
@@ -161,16 +171,17 @@ struct Ring {
 // elements past the last of them. NOTE: the first block may begin before x, but not before x's
 // allocation.
 template <typename T>
-__device__ __forceinline__ void start_copy(const GridChunk& chunk, const Stage<T>& stage) {
-  const int shift = Stage<T>::V::shift_of(stage.x), bytes = chunk.count * 16;
+__device__ __forceinline__ void start_copy(const GridChunk& chunk, char* data, uint64_t* mbarrier) {
+  const T* x = static_cast<const T*>(chunk.x);
+  const int shift = Stage<T>::V::shift_of(x), bytes = chunk.count * 16;
   const int whole = shift == 0 ? bytes : (shift + bytes) / 16 * 16;
-  const char* source = reinterpret_cast<const char*>(stage.x) - shift;
+  const char* source = reinterpret_cast<const char*>(x) - shift;
   for (int i = whole; i < shift + bytes; i += static_cast<int>(sizeof(T)))
-    *reinterpret_cast<T*>(stage.data + i) = *reinterpret_cast<const T*>(source + i);
+    *reinterpret_cast<T*>(data + i) = *reinterpret_cast<const T*>(source + i);
   fence_proxy_async();
-  const uint32_t full = shared_address(&stage.state.full);
+  const uint32_t full = shared_address(mbarrier);
   mbarrier_arrive_expect_tx(full, whole);
-  bulk_copy_async(stage.data, source, whole, full);
+  bulk_copy_async(data, source, whole, full);
 }
 
 // Copies a chunk to a stage that is free, or marks the end of the block's chunks.
@@ -178,11 +189,11 @@ template <typename T>
 __device__ __forceinline__ void fill(const Ring<T>& ring, int64_t item) {
   StageState& state = ring.state();
   if (item < ring.grid.items) {
-    state.item = item;
     const GridChunk chunk = ring.chunk(item);
-    start_copy(chunk, ring.at(chunk));
+    state.chunk = chunk;
+    start_copy<T>(chunk, ring.data(), &state.full);
   } else {
-    state.item = kNoItem;
+    state.chunk.item = kNoItem;
     mbarrier_arrive(shared_address(&state.full));
   }
 }
@@ -193,11 +204,10 @@ __device__ __forceinline__ void refill(Ring<T> ring, unsigned long long* ticket)
   const int64_t first = int64_t{ring.grid.stages} * gridDim.x;
   bool has_more = first < ring.grid.items;
 #pragma unroll 1
-  for (; ring.state().item != kNoItem; ring.next()) {
-    const GridChunk chunk = ring.chunk(ring.state().item);
-    const Stage<T> stage = ring.at(chunk);
-    mbarrier_wait_parity(shared_address(&stage.state.applied), stage.parity);
-    if (stage.stores_staged()) bulk_store_async(stage.out, stage.data, chunk.count * 16);
+  for (; ring.state().chunk.item != kNoItem; ring.next()) {
+    const GridChunk& chunk = ring.state().chunk;
+    mbarrier_wait_parity(shared_address(&ring.state().applied), ring.parity);
+    if (stores_staged(chunk)) bulk_store_async(chunk.out, ring.data(), chunk.count * 16);
     bulk_commit_group();
     // The next chunk, while the store reads the stage.
     int64_t item = ring.grid.items;
@@ -215,12 +225,20 @@ __device__ __forceinline__ void take_moments(const GroupNormForward& p, const Gr
   constexpr int N = 16 / sizeof(T);
   const int thread = static_cast<int>(threadIdx.x) - kFirstMomentWarp * kWarpSize;
   Ring<T>(p, grid, memory).for_chunks([&](const GridChunk& chunk, const Stage<T>& stage) {
+    const int count = chunk.count;
     ThreadMoments<N> own;
+    const auto add = [&](auto aligned) {
 #pragma unroll 2
-    for (int i = thread; i < chunk.count; i += kMomentWarps * kWarpSize) {
-      float values[N];
-      unpack(stage.load(i), p.dtype, values);
-      own.add(values);
+      for (int i = thread; i < count; i += kMomentWarps * kWarpSize) {
+        float values[N];
+        unpack(stage.template load<aligned>(i), p.dtype, values);
+        own.add(values);
+      }
+    };
+    if (stage.aligned()) {
+      add(std::true_type{});
+    } else {
+      add(std::false_type{});
     }
     const GroupMoments m = warp_moments(own.moments());
     if (thread % kWarpSize == 0) {
@@ -267,6 +285,10 @@ __device__ __forceinline__ GroupMoments moments_of_group(const GroupNormForward&
   const int chunks = static_cast<int>(grid.chunks.value), size = grid.chunk_vectors * N;
   const int last_size = static_cast<int>(p.group_size) - (chunks - 1) * size;
   GroupMoments m{0.0f, 0.0f, 0.0f};
+  // The last chunk is one of the last that are there: all blocks asking for all chunks all the time
+  // hold up the copies. On an H200, (256, 512, 512) takes 85 us so, and 82 with this.
+  while (ld_relaxed_gpu(partials + chunks - 1) == kNoMoments) {
+  }
 #pragma unroll 1
   for (int first = static_cast<int>(threadIdx.x) % kWarpSize; first < chunks;
        first += kAhead * kWarpSize) {
@@ -303,14 +325,11 @@ __device__ __forceinline__ void watch(const GroupNormForward& p, const GridParam
   constexpr int N = 16 / sizeof(T);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize - kFirstWatchWarp;
-  const int vectors = static_cast<int>(p.positions) / N;  // of a channel
   int64_t group = -1;
   float2 statistics{};
   Ring<T>(p, grid, memory, warp, kWatchWarps)
       .for_chunks([&](const GridChunk& chunk, const Stage<T>& stage) {
-        const int channel = chunk.first / vectors + lane;
-        const int64_t of_sample =
-            (chunk.group - chunk.sample * p.groups) * p.group_channels + channel;
+        const int channel = chunk.first_channel + lane, of_sample = chunk.channel + channel;
         const bool is_inside = lane < kGroupNormGridChannels && channel < p.group_channels;
         float weight = 0.0f, bias = 0.0f;
         if (is_inside) {
@@ -340,43 +359,52 @@ __device__ __forceinline__ void apply(const GroupNormForward& p, const GridParam
   constexpr int N = 16 / sizeof(T);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize - kFirstApplyWarp;
-  // A vector is one of a channel: there is a whole number of them in each.
+  // A vector is one of a channel: there is a whole number of them in each, and more than a warp's:
+  // chunks have half of the most bytes, at least, and parts of few channels.
+  static_assert(kGroupNormGridChunkBytes / 2 / 16 / (kGroupNormGridChannels - 2) > kWarpSize,
+                "a warp's next vectors may be more than one channel further");
   const int vectors = static_cast<int>(p.positions) / N;
-  const int step_channels = kWarpSize / vectors, step = kWarpSize - step_channels * vectors;
   Ring<T>(p, grid, memory).for_chunks([&](const GridChunk& chunk, const Stage<T>& stage) {
-    const int of_warp = (chunk.count + kApplyWarps - 1) / kApplyWarps;
-    const int begin = min(warp * of_warp, chunk.count), end = min(begin + of_warp, chunk.count);
-    const bool stores_staged = stage.stores_staged(), out_aligned = is_aligned_16(stage.out);
-    const int first_channel = chunk.first / vectors;
-    int channel = (chunk.first + begin + lane) / vectors;
-    int vector = chunk.first + begin + lane - channel * vectors;
-    channel -= first_channel;
-    mbarrier_wait_parity(shared_address(&stage.state.ready), stage.parity);
-    const float mean = stage.state.mean;
-#pragma unroll 1
-    for (int base = begin; base < end; base += kWarpSize) {
-      const int i = base + lane;
-      const float2 of_channel = stage.state.of_channels[min(channel, kGroupNormGridChannels - 1)];
-      float values[N];
-      unpack(stage.load(min(i, end - 1)), p.dtype, values);
-#pragma unroll
-      for (int k = 0; k < N; ++k) values[k] = fmaf(values[k] - mean, of_channel.x, of_channel.y);
-      activate<T>(p.silu, values);
-      const Vector<T, N> results = pack<T>(values, p.dtype);
-      if (stores_staged) {
-        if (i < end) results.store(stage.data + 16 * i);
-      } else {
-        // NOTE: where vectors are not aligned lanes store together, also those without a vector.
-        store_vector(results, stage.out, out_aligned, i * N, end * N);
-      }
-      channel += step_channels;
-      vector += step;
+    const int count = chunk.count, of_warp = (count + kApplyWarps - 1) / kApplyWarps;
+    const int begin = min(warp * of_warp, count), end = min(begin + of_warp, count);
+    const bool staged = stores_staged(chunk);
+    int channel = 0, vector = chunk.first_vector + begin + lane;  // of those of the chunk
+    for (; vector >= vectors; vector -= vectors) ++channel;
+    const auto next = [&] {
+      vector += kWarpSize;
       if (vector >= vectors) {
         vector -= vectors;
         ++channel;
       }
+    };
+    mbarrier_wait_parity(shared_address(&stage.state.ready), stage.parity);
+    const float mean = stage.state.mean;
+    const auto result = [&](const Vector<T, N>& x) {
+      const float2 of_channel = stage.state.of_channels[channel];
+      float values[N];
+      unpack(x, p.dtype, values);
+#pragma unroll
+      for (int k = 0; k < N; ++k) values[k] = fmaf(values[k] - mean, of_channel.x, of_channel.y);
+      activate<T>(p.silu, values);
+      return pack<T>(values, p.dtype);
+    };
+    if (staged) {
+#pragma unroll 1
+      for (int i = begin + lane; i < end; i += kWarpSize, next())
+        result(stage.template load<true>(i)).store(stage.data + 16 * i);
+      fence_proxy_async();
+    } else {
+      T* out = static_cast<T*>(chunk.out);
+      const bool out_aligned = is_aligned_16(out);
+#pragma unroll 1
+      for (int base = begin; base < end; base += kWarpSize, next()) {
+        const int i = base + lane;
+        Vector<T, N> results{};
+        if (i < end) results = result(stage.template load<false>(i));
+        // NOTE: where vectors are not aligned lanes store together, also those without a vector.
+        store_vector(results, out, out_aligned, i * N, end * N);
+      }
     }
-    if (stores_staged) fence_proxy_async();
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared_address(&stage.state.applied));
   });

@@ -78,7 +78,7 @@ constexpr int kGroupNormGridThreads =
     kWarpSize;
 constexpr int64_t kGroupNormGridChunkBytes = 24 * 1024;
 constexpr int kGroupNormGridChannels = 16;
-constexpr int kGroupNormGridStateBytes = 256;
+constexpr int kGroupNormGridStateBytes = 320;
 constexpr int64_t kGroupNormGridShare = 3;
 
 // Blocks are counted in 32 bits.
