@@ -203,13 +203,19 @@ __global__ void __launch_bounds__(kGroupNormRowsThreads, kGroupNormRowsBlocks)
   const T* x = rows.start(static_cast<const T*>(p.x), p.x_stride);
   ChannelMoments<N> m;
   bool first = true;
-  rows.template for_rows<kGroupNormAhead, 1>({x}, rows.aligned(x),
-                                             [&](const Vector<T, N>(&vectors)[1], int64_t) {
-                                               float values[N];
-                                               unpack(vectors[0], p.dtype, values);
-                                               m.add(values, first);
-                                               first = false;
-                                             });
+  const auto start = [&](const Vector<T, N>(&vectors)[1]) {
+    if (!first) return;
+    float values[N];
+    unpack(vectors[0], p.dtype, values);
+    m.start(values);
+    first = false;
+  };
+  const auto add = [&](const Vector<T, N>(&vectors)[1], int64_t) {
+    float values[N];
+    unpack(vectors[0], p.dtype, values);
+    m.add(values);
+  };
+  rows.template for_rows<kGroupNormAhead, 1, true>({x}, rows.aligned(x), start, add);
   m.store(rows.count(), of_threads + thread_of_block() * N);
   __syncthreads();
   combine_channels(p, rows, of_threads);

@@ -174,11 +174,8 @@ __global__ void __launch_bounds__(kGroupNormClusterThreads, kGroupNormClusterBlo
     bias[k] = value_or(p.bias, p.bias_dtype, rows.channel + k, 0.0f);
   }
   ChannelMoments<N> own;
-  bool is_first = true;
-  held.for_each(count, p.dtype, [&](const float(&values)[N]) {
-    own.add(values, is_first);
-    is_first = false;
-  });
+  held.for_each(min(count, 1), p.dtype, [&](const float(&values)[N]) { own.start(values); });
+  held.for_each(count, p.dtype, [&](const float(&values)[N]) { own.add(values); });
   const int thread = thread_of_block(), warp = thread / kWarpSize, lane = thread % kWarpSize;
   // Moments of all threads' channels, behind their vectors.
   const int of_thread =

@@ -245,9 +245,11 @@ struct GroupNormRows {
   }
   // body(vectors, row) for this thread's vectors of its rows, kAhead of them under way where all
   // tensors are aligned. The order is the same. `row`: elements from a tensor's start to it.
-  template <int kAhead, int kTensors, typename Body>
+  // before(vectors): of the first of those that are under way. kUnroll: a body of few instructions
+  // takes fewer than to move the vectors on.
+  template <int kAhead, int kTensors, bool kUnroll, typename Before, typename Body>
   __device__ __forceinline__ void for_rows(const T* const (&tensors)[kTensors], bool aligned,
-                                           const Body& body) const {
+                                           const Before& before, const Body& body) const {
     const int64_t step = int64_t{blockDim.y} * channels;
     const bool ahead_fits = aligned && channel < channels;
     int64_t row = 0;
@@ -269,13 +271,28 @@ struct GroupNormRows {
           ahead.vectors[0][t] = Vector<T, N>::load_elements(tensors[t] + row, channel, channels);
       }
       left -= count;
+      before(ahead.vectors[0]);
+      if constexpr (kUnroll) {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          if (i < count) body(ahead.vectors[i], row + i * step);
+        }
+        row += count * step;
+      } else {
 #pragma unroll 1
-      for (int i = 0; i < count; ++i) {
-        body(ahead.vectors[0], row);
-        ahead.next();
-        row += step;
+        for (int i = 0; i < count; ++i) {
+          body(ahead.vectors[0], row);
+          ahead.next();
+          row += step;
+        }
       }
     }
+  }
+  template <int kAhead, int kTensors, typename Body>
+  __device__ __forceinline__ void for_rows(const T* const (&tensors)[kTensors], bool aligned,
+                                           const Body& body) const {
+    for_rows<kAhead, kTensors, false>(
+        tensors, aligned, [](const Vector<T, N>(&)[kTensors]) {}, body);
   }
   __device__ __forceinline__ void write(const Vector<T, N>& vector, T* row, bool aligned) const {
     if (aligned && channel < channels) {
@@ -300,10 +317,13 @@ template <int N>
 struct ChannelMoments {
   float pivot[N], sum[N] = {}, squares[N] = {};
 
-  __device__ __forceinline__ void add(const float (&values)[N], bool first) {
+  __device__ __forceinline__ void start(const float (&first)[N]) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) pivot[k] = first[k];
+  }
+  __device__ __forceinline__ void add(const float (&values)[N]) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      if (first) pivot[k] = values[k];
       const float d = values[k] - pivot[k];
       sum[k] += d;
       squares[k] = fmaf(d, d, squares[k]);
