@@ -62,15 +62,14 @@ constexpr int64_t kGroupNormBackwardChannels = 512;
 
 // Where the shared memory of all multiprocessors holds a flat group (norm/group_norm_grid.cu):
 // warps of a block, by what they do; bytes of a chunk, at most, and channels that one may have a
-// part of; what a stage has besides its chunk; and the part of all stages that a group may have, as
-// a divisor.
+// part of; and what a stage has besides its chunk.
 //
 // On an H100, one sample, 32 groups, us with one kernel, with three, and of a copy: bfloat16,
 // (512, 128, 128) 25.2, 25.0 and 14.4, (512, 256, 256) 58.5, 79.1 and 49.4, (256, 512, 512) 104,
 // 147 and 93, with silu 111, 148 and 94, (128, 1024, 1024) 211, 280 and 182, with silu 218, 282
-// and 181; float32, (256, 512, 512) 208, 278 and 181. A group of 16 MB, which has more than half of
-// the stages, holds up the next one: (256, 1024, 1024) 553, 547 and 361. With chunks of 32 KB, the
-// second to the fourth take 57.2, 107 and 217, with 16 KB 63.7, 111 and 208.
+// and 181; float32, (256, 512, 512) 208, 278 and 181. With chunks of 32 KB, the second to the
+// fourth take 57.2, 107 and 217, with 16 KB 63.7, 111 and 208. On an H200, groups that have more
+// than half of the stages: (256, 1024, 1024) 371, 427 and 256, (256, 1536, 1024) 562, 635 and 380.
 constexpr int kGroupNormGridWatchWarps = 2, kGroupNormGridMomentWarps = 8;
 constexpr int kGroupNormGridApplyWarps = 16;
 constexpr int kGroupNormGridThreads =
@@ -79,7 +78,6 @@ constexpr int kGroupNormGridThreads =
 constexpr int64_t kGroupNormGridChunkBytes = 24 * 1024;
 constexpr int kGroupNormGridChannels = 16;
 constexpr int kGroupNormGridStateBytes = 320;
-constexpr int64_t kGroupNormGridShare = 3;
 
 // Blocks are counted in 32 bits.
 constexpr int64_t kGroupNormMostBlocks = (int64_t{1} << 31) - 1;
@@ -246,7 +244,7 @@ inline bool group_norm_grid_policy(const GroupNormInput& p, const DeviceInfo& de
             chunk_vectors};
   // NOTE: the kernel needs chunks <= blocks * stages, or its blocks wait for each other for ever.
   return stages >= kGroupNormGridWatchWarps && p.groups * chunks >= policy.blocks &&
-         kGroupNormGridShare * chunks <= int64_t{policy.blocks} * stages &&
+         chunks <= int64_t{policy.blocks} * stages &&
          (kGroupNormGridChannels - 2) * (p.positions / vector_size) >= chunk_vectors;
 }
 

@@ -105,6 +105,8 @@ LARGE_ON_GPU = (
     ((2, 9, 500, 424), 3),
     ((1, 1200, 24, 56), 2),
     ((2, 128, 256, 512), 32),
+    # In half precision, nearly all that can be held.
+    ((1, 4, 1600, 2048), 1),
 )
 
 
