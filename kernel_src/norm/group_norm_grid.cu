@@ -60,10 +60,10 @@ struct GridChunk {
   int64_t item, group;  // item: kNoItem after the last one of the block
   const void* x;
   void* out;
-  int part, first, count;  // part: of the group
-  int channel;             // of the sample, the first of the group
-  int first_channel;       // of the group, in which the chunk begins,
-  int first_vector;        // and with which of its vectors
+  int first, count;
+  int channel;        // of the sample, the first of the group
+  int first_channel;  // of the group, in which the chunk begins,
+  int first_vector;   // and with which of its vectors
 };
 
 // What a stage has besides its chunk. Mbarriers: the chunk's x is there (full), its moments
@@ -132,8 +132,7 @@ struct Ring {
     GridChunk c;
     c.item = item;
     c.group = quotient(item, grid.chunks);
-    c.part = static_cast<int>(item - c.group * grid.chunks.value);
-    c.first = c.part * grid.chunk_vectors;
+    c.first = static_cast<int>(item - c.group * grid.chunks.value) * grid.chunk_vectors;
     c.count = min(grid.chunk_vectors, static_cast<int>(p.group_size) / N - c.first);
     const int64_t sample = quotient(c.group, grid.groups);
     const int64_t of_sample = c.group - sample * p.groups;
@@ -344,7 +343,7 @@ __device__ __forceinline__ void watch(const GroupNormForward& p, const GridParam
         if (is_inside) stage.state.of_channels[lane] = make_float2(statistics.y * weight, bias);
         if (lane == 0) {
           stage.state.mean = statistics.x;
-          if (chunk.part == 0 && p.statistics != nullptr)
+          if (chunk.first == 0 && p.statistics != nullptr)
             reinterpret_cast<float2*>(p.statistics)[group] = statistics;
         }
         __syncwarp();

@@ -134,7 +134,7 @@ inline GroupNormPolicy group_norm_flat_policy(const GroupNormInput& p, int64_t p
 
 // Channels last: threads (x) for a vector of channels each, side by side, and for positions (y).
 // Channels for which a block has no threads are cut into tiles.
-inline GroupNormPolicy group_norm_rows_policy(const GroupNormInput& p) {
+inline GroupNormPolicy group_norm_rows_policy(const GroupNormInput& p, int64_t most_bytes) {
   const int size = dtype_size(p.dtype);
   const int64_t vectors = ceil_div(p.channels, 16 / size);
   GroupNormPolicy policy{};
@@ -142,10 +142,8 @@ inline GroupNormPolicy group_norm_rows_policy(const GroupNormInput& p) {
   policy.threads_x = static_cast<int>(ceil_div(vectors, policy.tiles));
   policy.threads_y = kGroupNormRowsThreads / policy.threads_x;  // with x at least a warp
   policy.chunk_channels = p.channels;
-  // On an H200, bfloat16, (256, 512, 512) takes 122 us so, and 126 with 128 KB at most: then there
-  // are twice as many blocks as run at once.
   const int64_t bytes =
-      group_norm_chunk_bytes(p.channels * p.positions * size, 256, 16 * 1024, 256 * 1024);
+      group_norm_chunk_bytes(p.channels * p.positions * size, 256, 16 * 1024, most_bytes);
   const int64_t positions = bytes / (int64_t{policy.threads_x} * 16);
   // No more than 1024 chunks, which one block adds up.
   policy.chunk_positions = round_up(std::max(positions, ceil_div(p.positions, 1024)),
@@ -318,7 +316,9 @@ inline bool group_norm_backward_cluster_policy(const GroupNormInput& p, const De
 }
 
 inline GroupNormPolicy group_norm_forward_policy(const GroupNormInput& p) {
-  if (p.channels_last) return group_norm_rows_policy(p);
+  // On an H200, bfloat16, (256, 512, 512) takes 122 us so, and 126 with 128 KB at most: then there
+  // are twice as many blocks as run at once.
+  if (p.channels_last) return group_norm_rows_policy(p, 256 * 1024);
   const int size = dtype_size(p.dtype);
   const int64_t bytes = p.group_size * size;
   if (bytes <= kGroupNormWholeBytes) {
@@ -334,7 +334,7 @@ inline GroupNormPolicy group_norm_forward_policy(const GroupNormInput& p) {
 
 // Flat, a chunk is one of a plane: it has sums of every channel. Small planes share a block.
 inline GroupNormPolicy group_norm_backward_policy(const GroupNormInput& p) {
-  if (p.channels_last) return group_norm_rows_policy(p);
+  if (p.channels_last) return group_norm_rows_policy(p, 128 * 1024);
   const int64_t bytes = p.positions * dtype_size(p.dtype);
   const int64_t chunk_bytes = group_norm_chunk_bytes(bytes, 32, 64 * 1024, 128 * 1024);
   GroupNormPolicy policy =
