@@ -92,6 +92,8 @@ FEATURES = {
             cache_interval=2,
             disable_cache_before_step=1,
             max_order=1,
+            # The default is bfloat16, in which float32 noise is a rounding step of it.
+            taylor_factors_dtype=torch.float32,
         ),
         ("flux", "wan"),
     ),
