@@ -62,7 +62,7 @@ void fused_add_rms_norm() {
   b.x = sum.data(), b.weight = weight.data(), b.rstd = p.rstd;
   b.grad_x = grad_x.data(), b.grad_weight = grad_weight.data(), b.partials = floats(partials);
   b.partial_count = chunks, b.rows = rows, b.dim = dim;
-  b.grad_out_stride = b.grad_new_residual_stride = b.x_stride = dim;
+  b.grad_out_stride = b.grad_new_residual_stride = b.x_stride = dim, b.rstd_stride = 1;
   b.x_dtype = b.weight_dtype = b.out_dtype = dtype;
   cpu::rms_norm_backward(b, 0, chunks);
   cpu::rms_norm_backward_weight(b, 0, dim);

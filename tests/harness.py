@@ -139,7 +139,6 @@ class Operator:
     rounds_terms: bool = False  # to the dtype of the rows, before they are added up
     output_terms: Callable | None = None  # sizes of the terms of the outputs, see assert_close
     gradient_terms: Callable | None = None  # sizes of the terms of the gradients, likewise
-    backward_ops: int = 1  # that run with all gradients
     saved: tuple[str, ...] = ()  # what may be kept for the backward
     statistics: int = 1  # float32 values a row that may be kept besides
     vector_sizes: dict[str, int] = field(default_factory=dict)  # of those that are not [dim]

@@ -156,6 +156,11 @@ def _rms_norm_add_rms_norm_samples(kernel, device):
                 t if t is None else t.clone().requires_grad_(requires_grad) for t in inputs.values()
             ]
             yield ops.rms_norm_add_rms_norm_fwd.default, (*leaves, *options)
+        x, residual, post, pre = inputs.values()
+        statistics = torch.rand(x[..., 0].numel(), 2, device=device) + 0.5
+        for extra, some in ((None, False), (residual, True)):
+            backward = (x, extra, residual, x, post, pre, statistics, 0.0, True, some, some, True)
+            yield ops.rms_norm_add_rms_norm_bwd.default, backward
 
 
 RMS_NORM_ADD_RMS_NORM = Operator(
@@ -174,8 +179,8 @@ RMS_NORM_ADD_RMS_NORM = Operator(
     inner_roundings=4,
     output_terms=reference.rms_norm_add_rms_norm_terms,
     gradient_terms=reference.rms_norm_add_rms_norm_terms,
-    backward_ops=2,
-    saved=("x", "post_weight", "new_residual", "pre_weight", "post_rstd", "pre_rstd"),
+    saved=("x", "post_weight", "new_residual", "pre_weight", "statistics"),
+    statistics=2,
     samples=_rms_norm_add_rms_norm_samples,
 )
 

@@ -346,6 +346,35 @@ void rms_norm_backward(const DeviceInfo& device, Report& report) {
   });
 }
 
+void rms_norm_add_rms_norm_backward(const DeviceInfo& device, Report& report) {
+  for (const DType dtype : kDTypes) {
+    for_each_layout([&](int64_t dim, int64_t rows, int64_t stride, int offset) {
+      for (const bool used : {false, true}) {  // new_residual
+        RmsNormAddRmsNormBackward p{};
+        p.x = p.new_residual = p.grad_residual = p.grad_x = at(), p.grad_out = at(offset);
+        if (used) p.grad_new_residual = at(offset);
+        p.post_weight = p.pre_weight = p.grad_pre_weight = at();
+        if (used) p.grad_post_weight = at();
+        p.rows = rows, p.dim = dim;
+        p.x_stride = p.new_residual_stride = dim;
+        p.grad_out_stride = p.grad_new_residual_stride = stride;
+        p.dtype = dtype, p.post_weight_dtype = p.pre_weight_dtype = DType::float32;
+        report.begin(shape_of(dim, rows, stride, offset, dtype, dtype, used));
+        const int size = dtype_size(dtype);
+        expect_aligned(report, is_aligned(p),
+                       {{p.x, dim, dim, size},
+                        {p.new_residual, dim, dim, size},
+                        {p.grad_out, stride, dim, size},
+                        {p.grad_new_residual, stride, dim, size},
+                        {p.pre_weight, 0, dim, 4}});
+        const RowBackwardShape shape = rms_norm_add_rms_norm_backward_shape(p);
+        report.expect(shape.tensors == (used ? 4 : 3), "tensors that are read");
+        expect_row_backward(report, device, shape, row_backward_policy(device, shape));
+      }
+    });
+  }
+}
+
 void ada_norm_backward(const DeviceInfo& device, Report& report) {
   for (const DType dtype : kDTypes) {
     for_each_layout([&](int64_t dim, int64_t rows, int64_t stride, int offset) {
@@ -1032,6 +1061,7 @@ struct Family {
 const Family kFamilies[] = {
     {"rms_norm forward", rms_norm_forward},
     {"rms_norm backward", rms_norm_backward},
+    {"rms_norm_add_rms_norm backward", rms_norm_add_rms_norm_backward},
     {"ada_norm forward", ada_norm_forward},
     {"ada_norm backward", ada_norm_backward},
     {"poly_norm", poly_norm},

@@ -21,6 +21,7 @@ from probes import SOURCES, TESTS, compiled, made_up_headers, printed
 FAMILIES = (
     "rms_norm forward",
     "rms_norm backward",
+    "rms_norm_add_rms_norm backward",
     "ada_norm forward",
     "ada_norm backward",
     "poly_norm",

@@ -22,6 +22,7 @@ POLY_NORMS = [operators.POLY_NORM, operators.FUSED_MUL_POLY_NORM, operators.GROU
 NORMS = [
     operators.RMS_NORM,
     operators.FUSED_ADD_RMS_NORM,
+    operators.RMS_NORM_ADD_RMS_NORM,
     operators.LAYER_NORM,
     operators.FUSED_ADD_LAYER_NORM,
     operators.ADA_LAYER_NORM,

@@ -61,6 +61,13 @@ void norms(const DeviceInfo& device, int64_t rows, int64_t dim, std::vector<Outc
     const Numbers all = all_of(rms.row) + Numbers{rms.bulk, rms.stages, rms.blocks_per_group};
     out.push_back({"rms_norm backward", all, all});
   }
+  RmsNormAddRmsNormBackward both{};
+  both.rows = rows, both.dim = dim, both.dtype = DType::bfloat16;
+  const RowBackwardPolicy both_policy =
+      row_backward_policy(device, rms_norm_add_rms_norm_backward_shape(both));
+  const Numbers of_both =
+      all_of(both_policy.row) + Numbers{both_policy.bulk, both_policy.blocks_per_group};
+  out.push_back({"rms_norm_add_rms_norm backward", of_both, of_both});
   AdaNormBackward p{};
   p.rows = rows, p.group_rows = rows, p.dim = dim, p.dtype = DType::bfloat16, p.partial_rows = 2;
   const RowBackwardPolicy ada = row_backward_policy(device, ada_norm_backward_shape(p));

@@ -88,12 +88,13 @@ struct AdaNormBackwardOp {
   using Element = T;
   using GradOut = T;
   static constexpr int kTensors = kResidual ? 4 : 2, kOutputs = kResidual ? 2 : 1;
-  static constexpr int kStatistics = 2, kRowSums = 2, kColumnSums = kResidual ? 3 : 2;
+  static constexpr int kStatistics = 2, kRowSums = 2, kNormSums = 2;
+  static constexpr int kColumnSums = kResidual ? 3 : 2;
   static constexpr int kThreads = ada_norm_backward_threads(kResidual && !kByRow);
   static constexpr int kColumns = ada_norm_backward_columns(kResidual);
   static constexpr bool kFullStages = false;
   static constexpr int kSharedFactors = kResidual && !kByRow ? 2 : 1;  // the second is the gate
-  static constexpr bool kShortRows = !kResidual, kBulk = !kByRow;
+  static constexpr bool kShortRows = !kResidual, kBulk = !kByRow, kColumnTerms = true;
   static constexpr int kLeastVectors = kAdaNormLeastVectors;
   static constexpr bool kSpreadRows = true;
   using Values = RuntimeValues<T>;
@@ -137,10 +138,11 @@ struct AdaNormBackwardOp {
   }
 
   // g and g * xhat.
-  template <int N>
-  static __device__ __forceinline__ void terms(const float (&grad_out)[N],
+  template <int N, typename Read, typename More>
+  static __device__ __forceinline__ void terms(const RowBackward&, const float (&grad_out)[N],
                                                const float (&factors)[N], const float (&s)[N],
-                                               const RowMoments& moments, float (&sums)[2]) {
+                                               const RowMoments& moments, const Read&, const More&,
+                                               float (&sums)[2]) {
     float sum = 0.0f, dot = 0.0f;
 #pragma unroll
     for (int k = 0; k < N; ++k) {

@@ -1,5 +1,5 @@
 // rms_norm_add_rms_norm on the GPU (formulas: norm/rms_norm.h): an operator of norm/row_forward.h
-// that has two sums over a row, one after the other. Its backward is rms_norm's, twice.
+// that has two sums over a row, one after the other.
 #include <type_traits>
 
 #include "common/dispatch.h"
@@ -52,8 +52,7 @@ struct RmsNormAddRmsNormOp {
     __device__ __forceinline__ Rstd(const Params& p, const float (&sums)[1])
         : rstd(rstd_of(sums[0], p.dim, kPost ? p.eps : p.pre_eps)) {}
     __device__ __forceinline__ void save(const Params& p, int64_t row) const {
-      float* to = kPost ? p.post_rstd : p.pre_rstd;
-      if (to != nullptr) to[row] = rstd;
+      if (p.statistics != nullptr) p.statistics[2 * row + (kPost ? 0 : 1)] = rstd;
     }
     __device__ __forceinline__ Rstd from(int lane, int width) const {
       return Rstd(shuffle_from(rstd, lane, width));

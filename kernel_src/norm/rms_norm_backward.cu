@@ -21,11 +21,11 @@ struct RmsNormBackwardOp {
   using Element = T;
   using GradOut = O;
   static constexpr int kTensors = 3, kOutputs = 1;
-  static constexpr int kStatistics = 1, kRowSums = 1, kColumnSums = 1;
+  static constexpr int kStatistics = 1, kRowSums = 1, kNormSums = 1, kColumnSums = 1;
   static constexpr int kThreads = kRmsNormBackwardThreads, kColumns = kRmsNormBackwardColumns;
-  static constexpr bool kFullStages = true;
   static constexpr int kSharedFactors = 0;
-  static constexpr bool kShortRows = true, kBulk = true;
+  static constexpr bool kShortRows = std::is_same_v<T, O>, kFullStages = kShortRows;
+  static constexpr bool kBulk = true, kColumnTerms = true;
   static constexpr int kLeastVectors = 1;
   static constexpr bool kSpreadRows = false;
 
@@ -68,10 +68,11 @@ struct RmsNormBackwardOp {
   };
 
   // g * xhat / rstd, where g = grad_out * factor and xhat = x * rstd.
-  template <int N>
-  static __device__ __forceinline__ void terms(const float (&grad_out)[N],
+  template <int N, typename Read, typename More>
+  static __device__ __forceinline__ void terms(const RowBackward&, const float (&grad_out)[N],
                                                const float (&factors)[N], const float (&x)[N],
-                                               const RowMoments&, float (&sums)[1]) {
+                                               const RowMoments&, const Read&, const More&,
+                                               float (&sums)[1]) {
 #pragma unroll
     for (int k = 0; k < N; ++k) sums[0] += grad_out[k] * factors[k] * x[k];
   }
@@ -132,7 +133,7 @@ RowBackward rms_norm_backward_launch(const RmsNormBackward& p) {
   launch.read(p.grad_out, p.grad_out_stride, p.x, p.x_stride, p.grad_new_residual,
               p.grad_new_residual_stride);
   launch.statistics = p.rstd;
-  launch.statistics_size = 1;
+  launch.statistics_size = static_cast<int>(p.rstd_stride);
   launch.needs_rows = p.grad_x != nullptr;
   launch.partials = p.partials;
   launch.partial_kinds = 1;

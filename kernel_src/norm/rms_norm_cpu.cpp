@@ -123,9 +123,9 @@ static void rms_norm_add_rms_norm_rows(const RmsNormAddRmsNorm& p, int64_t begin
       const Floats n = load(new_residual + i, lanes) * pre_rstd;
       store(out + i, pre.times(X{}, n, i, lanes), lanes);
     });
-    if (p.post_rstd == nullptr) continue;
-    p.post_rstd[row] = post_rstd;
-    p.pre_rstd[row] = pre_rstd;
+    if (p.statistics == nullptr) continue;
+    p.statistics[2 * row] = post_rstd;
+    p.statistics[2 * row + 1] = pre_rstd;
   }
 }
 
@@ -167,7 +167,7 @@ static void rms_norm_backward_rows(const RmsNormBackward& p, int64_t row,
   for (int r = 0; r < kRows; ++r) {
     grad_out[r] = static_cast<const Out*>(p.grad_out) + (row + r) * p.grad_out_stride;
     x[r] = static_cast<const X*>(p.x) + (row + r) * p.x_stride;
-    rstd[r] = p.rstd[row + r];
+    rstd[r] = p.rstd[(row + r) * p.rstd_stride];
     unused[r] = !(rstd[r] > 0) && is_zero(grad_out[r], dim);
     if (unused[r]) {
       rstd[r] = 0;
@@ -257,10 +257,35 @@ FUSELAGE_HIDDEN void rms_norm_backward(const RmsNormBackward& p, int64_t chunk_b
   });
 }
 
+static BothRmsNorms both_norms(const RmsNormAddRmsNormBackward& p) {
+  BothRmsNorms norms(p);
+  norms.set_partials(p.chunks, p.chunks, p.workspace);
+  return norms;
+}
+
+FUSELAGE_HIDDEN void rms_norm_add_rms_norm_backward(const RmsNormAddRmsNormBackward& p,
+                                                    int64_t chunk_begin, int64_t chunk_end) {
+  const BothRmsNorms norms = both_norms(p);
+  for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
+    rms_norm_backward(norms.pre, chunk, chunk + 1);
+    if (norms.needs_post()) rms_norm_backward(norms.post, chunk, chunk + 1);
+  }
+}
+
 FUSELAGE_HIDDEN void rms_norm_backward_weight(const RmsNormBackward& p, int64_t column_begin,
                                               int64_t column_end) {
   sum_columns(p.partials, p.rows == 0 ? 0 : p.partial_count, p.dim, p.grad_weight, p.weight_dtype,
               column_begin, column_end);
+}
+
+FUSELAGE_HIDDEN void rms_norm_add_rms_norm_backward_weights(const RmsNormAddRmsNormBackward& p,
+                                                            int64_t column_begin,
+                                                            int64_t column_end) {
+  const BothRmsNorms norms = both_norms(p);
+  if (norms.pre.grad_weight != nullptr)
+    rms_norm_backward_weight(norms.pre, column_begin, column_end);
+  if (norms.post.grad_weight != nullptr)
+    rms_norm_backward_weight(norms.post, column_begin, column_end);
 }
 
 }  // namespace FUSELAGE_ISA
@@ -275,6 +300,10 @@ FUSELAGE_PICK_ISA(rms_norm_backward, (const RmsNormBackward& p, int64_t begin, i
                   (p, begin, end))
 FUSELAGE_PICK_ISA(rms_norm_backward_weight, (const RmsNormBackward& p, int64_t begin, int64_t end),
                   (p, begin, end))
+FUSELAGE_PICK_ISA(rms_norm_add_rms_norm_backward,
+                  (const RmsNormAddRmsNormBackward& p, int64_t begin, int64_t end), (p, begin, end))
+FUSELAGE_PICK_ISA(rms_norm_add_rms_norm_backward_weights,
+                  (const RmsNormAddRmsNormBackward& p, int64_t begin, int64_t end), (p, begin, end))
 
 #if FUSELAGE_ISA_IS_BASELINE
 

@@ -21,6 +21,12 @@ void rms_norm_backward(const RmsNormBackward& p, int64_t chunk_begin, int64_t ch
 // Columns [column_begin, column_end) of grad_weight = sum of p.partials over the chunks, in order.
 void rms_norm_backward_weight(const RmsNormBackward& p, int64_t column_begin, int64_t column_end);
 
+// The same of rms_norm_add_rms_norm's backward, of p.chunks chunks, and of both weights.
+void rms_norm_add_rms_norm_backward(const RmsNormAddRmsNormBackward& p, int64_t chunk_begin,
+                                    int64_t chunk_end);
+void rms_norm_add_rms_norm_backward_weights(const RmsNormAddRmsNormBackward& p,
+                                            int64_t column_begin, int64_t column_end);
+
 // The number of chunks for a backward of this shape, at least 1.
 int64_t rms_norm_backward_chunks(int64_t rows, int64_t dim);
 

@@ -29,6 +29,17 @@ inline bool is_aligned(const RmsNormBackward& p) {
          aligned_rows(p.weight, 0, p.dim, p.weight_dtype);
 }
 
+inline bool is_aligned(const RmsNormAddRmsNormBackward& p) {
+  return aligned_rows(p.grad_out, p.grad_out_stride, p.dim, p.dtype) &&
+         aligned_rows(p.grad_new_residual, p.grad_new_residual_stride, p.dim, p.dtype) &&
+         aligned_rows(p.new_residual, p.new_residual_stride, p.dim, p.dtype) &&
+         aligned_rows(p.x, p.x_stride, p.dim, p.dtype) &&
+         aligned_rows(p.grad_x, p.dim, p.dim, p.dtype) &&
+         aligned_rows(p.grad_residual, p.dim, p.dim, p.dtype) &&
+         aligned_rows(p.pre_weight, 0, p.dim, p.pre_weight_dtype) &&
+         aligned_rows(p.post_weight, 0, p.dim, p.post_weight_dtype);
+}
+
 // Rows of two types pass through shared memory as unaligned ones do: few callers have them.
 template <typename Params>
 inline bool has_aligned_kernel(const Params& p) {
@@ -69,7 +80,10 @@ inline RowBackwardShape rms_norm_backward_shape(const RmsNormBackward& p) {
   shape.column_sums = p.grad_weight != nullptr ? 1 : 0;
   shape.threads = kRmsNormBackwardThreads;
   shape.max_columns = kRmsNormBackwardColumns;
-  shape.short_rows = shape.bulk = shape.full_stages = true;
+  // Rows of two types are too rare for kernels of their own of few columns a thread: without them
+  // the file compiles in a third less time. Short ones take as long, for their bytes, as long ones.
+  shape.short_rows = shape.full_stages = shape.one_type();
+  shape.bulk = true;
   shape.least_vectors = 1;
   shape.bulk_turns = 2;
   // NOTE: measured on an H200, bfloat16. It does not depend on the way of copying, nor on the
@@ -84,6 +98,46 @@ inline RowBackwardShape rms_norm_backward_shape(const RmsNormBackward& p) {
   shape.stages = 1;
   shape.column_steps = 8;
   return shape;
+}
+
+// Of a block and of a thread of rms_norm_add_rms_norm's in one pass, which keeps two sums a column
+// in registers, and works on vectors of four tensors. On an H200, bfloat16, with 512 threads and 16
+// columns, 640 and 16, or 512 and 32: (16384, 4096) takes 217, 219 or 225 us, (8192, 3072) 82, 87
+// or 87, (65536, 1024) 202, 205 or 230; but (26214, 2560) 219, 202 or 207.
+constexpr int kRmsNormAddRmsNormBackwardThreads = 512;
+constexpr int kRmsNormAddRmsNormBackwardColumns = 16;
+
+inline RowBackwardShape rms_norm_add_rms_norm_backward_shape(const RmsNormAddRmsNormBackward& p) {
+  RowBackwardShape shape{};
+  shape.groups = 1;
+  shape.group_rows = p.rows;
+  shape.dim = p.dim;
+  shape.aligned = is_aligned(p);
+  shape.element_size = shape.grad_out_size = dtype_size(p.dtype);
+  shape.tensors = p.grad_new_residual != nullptr ? 4 : 3;
+  shape.statistics = 2;
+  shape.shared_factors = 2;
+  shape.column_sums = rms_norm_add_rms_norm_weight_gradients(p);
+  shape.sums_need_rows = true;
+  shape.threads = kRmsNormAddRmsNormBackwardThreads;
+  shape.max_columns = kRmsNormAddRmsNormBackwardColumns;
+  shape.bulk = true;
+  // Those of adaptive norms with as many tensors. Others were not slower or faster: rows of a warp
+  // with 115 KB under way, and bulk copies of up to 200.
+  shape.bulk_turns = 0;
+  shape.bulk_bytes = 176 << 10;
+  shape.bytes = 60 << 10;
+  shape.stages = 1;
+  return shape;
+}
+
+// Where it is in one pass: this must not depend on pointers and strides, as results must not. Rows
+// that never are aligned take less time in two: on an H200 (16380, 4097) takes 471 us, and 588 in
+// one. So do rows that would be streamed: (512, 131072) takes 386 us, and 967.
+inline bool rms_norm_add_rms_norm_backward_in_one_pass(const DeviceInfo& device,
+                                                       const RmsNormAddRmsNormBackward& p) {
+  return p.dim * dtype_size(p.dtype) % 16 == 0 &&
+         !row_backward_policy(device, rms_norm_add_rms_norm_backward_shape(p)).row.streamed;
 }
 
 }  // namespace fuselage

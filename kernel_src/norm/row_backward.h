@@ -23,6 +23,7 @@
 //     constexpr int kTensors;           // that are read for a row, at most; s is tensor 1
 //     constexpr int kOutputs;           // rows that are written for a row, at most
 //     constexpr int kStatistics, kRowSums, kColumnSums;
+//     constexpr int kNormSums;          // the first sums of a row: zero where its norm is unused
 //     constexpr int kThreads;           // of a block, at most
 //     constexpr int kColumns;           // of a thread, at most: registers for kColumnSums of them
 //     constexpr bool kFullStages;       // stages have room for kThreads: offsets are constants
@@ -34,11 +35,14 @@
 //     struct FactorLoading<N, kAligned> { start(p, row, column, dim); finish(.., kind, factors); }
 //     factors(p)                        // kinds that there are: the first is what terms is given
 //     factors_by_row(p)                 // whether each row has its own
-//     terms(grad_out, factors, s, moments, sums)       // adds a vector's part of the row's sums
+//     terms(launch, grad_out, factors, s, moments, read, more, sums)
+//                                       // adds a vector's part of the row's sums
 //     coefficients(p, sums, moments, launch)           // what gradients needs of these
 //     gradients<kAligned>(p, launch, row, column, factors, grad_out, s, moments, coefficients,
 //                         read, more, store, sums)     // stores rows, adds to sums of columns;
 //                                                      // more(kind, values): of other factors
+//     constexpr bool kColumnTerms;      // without them there are no kernels for streamed rows, and
+//                                       // no blocks that have columns
 //     column_terms<kAligned, kStreamed>(p, launch, row, column, grad_out, s, moments, unused,
 //                                       sums)  // these; without kStreamed only such as need
 //                                                none of the row's sums
@@ -62,13 +66,15 @@ namespace fuselage {
 namespace {
 
 // Of a row without statistics, the first of whose sums is that of nan_unless_zero: whether its
-// result is not used. Then it counts as a row of zeros; otherwise all its sums are NaN.
-template <int kRowSums>
-__device__ __forceinline__ bool is_unused(float (&row_sums)[kRowSums], RowMoments& moments) {
+// result is not used. Then it counts as a row of zeros; otherwise its sums are NaN.
+template <typename Op>
+__device__ __forceinline__ bool is_unused(float (&row_sums)[Op::kRowSums], RowMoments& moments) {
 #pragma unroll
-  for (int i = 1; i < kRowSums; ++i) row_sums[i] = row_sums[0];
+  for (int i = 1; i < Op::kNormSums; ++i) row_sums[i] = row_sums[0];
   if (row_sums[0] != 0.0f) return false;
-  moments = {0.0f, 0.0f};
+  moments.rstd = 0.0f;
+  if (Op::kNormSums == Op::kRowSums)
+    moments.mean = 0.0f;  // with more sums it is another row's rstd
   return true;
 }
 
@@ -143,7 +149,7 @@ struct RowBackwardThread {
   // thread by itself: a load of its own would wait after the rows.
   __device__ __forceinline__ void start(bool there, int64_t row_to_start) {
     if (there) {
-      const float* from = statistics_of<Op::kStatistics>(launch, row_to_start);
+      const float* from = statistics_of(launch, row_to_start);
       if (Op::kStatistics == 2 && launch.statistics_size == 2) {
         cp_async<8>(statistics, from);
       } else {
@@ -203,7 +209,11 @@ struct RowBackwardThread {
       staged.template read<O, 0>(j).to_floats(grad_out);
       staged.template read<T, 1>(j).to_floats(s);
       factors.get(0, j, f);
-      Op::terms(grad_out, f, s, moments, terms[j]);
+      const auto read = [&](int tensor, float(&values)[N]) {
+        staged.read_other(tensor, j, row).to_floats(values);
+      };
+      const auto more = [&](int kind, float(&values)[N]) { factors.get(kind, j, values); };
+      Op::terms(launch, grad_out, f, s, moments, read, more, terms[j]);
     }
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
@@ -315,7 +325,7 @@ struct RowBackwardThread {
         if (!releases && threadIdx.x == 0 && turn > 0 && left >= stages)
           staged.start_row(row + (stages - 1) * launch.row_step, stage == 0 ? stages - 1 : -1);
       }
-      const bool unused = lost && is_unused(row_sums, moments);
+      const bool unused = lost && is_unused<Op>(row_sums, moments);
       if (row_inside || !kAligned) {
         add_gradients(moments, row_inside, unused, Op::coefficients(p, row_sums, moments, launch));
       }
@@ -373,7 +383,8 @@ __global__ void __launch_bounds__(Op::kThreads, 1)
   extern __shared__ __align__(128) uint4 dynamic_memory[];
   __shared__ RowSumScratch<Op::kRowSums> scratch[2];
   constexpr bool kOneType = std::is_same_v<typename Op::Element, typename Op::GradOut>;
-  if constexpr (!Stages::kBulk && kOneType && (!kClusters || Stages::kShifted)) {
+  if constexpr (Op::kColumnTerms && !Stages::kBulk && kOneType &&
+                (!kClusters || Stages::kShifted)) {
     if (static_cast<int>(blockIdx.x) >= launch.row_blocks) {
       finish_columns<Op, !Stages::kShifted>(p, launch, blockIdx.x - launch.row_blocks,
                                             reinterpret_cast<float*>(dynamic_memory));
@@ -424,6 +435,7 @@ __global__ void __launch_bounds__(Op::kThreads, 1)
 template <typename Op>
 __global__ void __launch_bounds__(512, 1)
     row_backward_streamed_kernel(const typename Op::Params p, const RowBackward launch) {
+  static_assert(Op::kNormSums == Op::kRowSums, "rows that may be unused have no other terms");
   using T = typename Op::Element;
   using O = typename Op::GradOut;
   constexpr int N = 16 / sizeof(T);
@@ -454,11 +466,12 @@ __global__ void __launch_bounds__(512, 1)
     if (lost) {
       sums[0] += nan_unless_zero(grad_out);
     } else {
-      Op::terms(grad_out, factors, s, moments, sums);
+      const auto none = [](int, float(&)[N]) {};
+      Op::terms(launch, grad_out, factors, s, moments, none, none, sums);
     }
   }
   row_sum<false>(sums, 1, scratch, 0);
-  const bool unused = lost && is_unused(sums, moments);
+  const bool unused = lost && is_unused<Op>(sums, moments);
   const typename Op::Coefficients coefficients = Op::coefficients(p, sums, moments, launch);
   if (launch.means != nullptr && threadIdx.x == 0) launch.means[row] = coefficients.pair();
 
@@ -557,7 +570,8 @@ gpuError row_backward(const typename Op::Params& p, RowBackward launch,
                                  memory.factor_bytes(rows, threads, row.vectors)};
   gpuError error = gpuSuccess;
   if (row.streamed) {
-    error = launch_row_backward_streamed<Op>(p, launch, stream);
+    error = gpuErrorInvalidValue;
+    if constexpr (Op::kColumnTerms) error = launch_row_backward_streamed<Op>(p, launch, stream);
   } else if constexpr (kOneType) {
     if (policy.bulk) {
       if constexpr (kBulk) {

@@ -31,7 +31,7 @@ struct RowTensors {
 struct RowBackward {
   RowTensors tensors;
   int extra;                // the tensor with the gradient of the sum that was normalised, or 0
-  const float* statistics;  // [rows, statistics_size]: mean and rstd, or rstd
+  const float* statistics;  // [rows, statistics_size]: those of a RowMoments, or rstd and others
   int statistics_size;
   int64_t dim;
   int64_t groups, group_rows;
@@ -61,7 +61,7 @@ struct RowBackwardLayout {
   int cluster, stages, statistics_bytes, factor_bytes;
 };
 
-// Mean and rstd of a row; a mean of zero where there is none.
+// Mean and rstd of a row; a mean of zero where there is none, or what an operator has instead.
 struct RowMoments {
   float mean, rstd;
 };
@@ -76,13 +76,12 @@ __device__ __forceinline__ RowMoments moments_from(const float* values, int size
   }
   return {0.0f, values[0]};
 }
-template <int kStatistics>
 __device__ __forceinline__ const float* statistics_of(const RowBackward& launch, int64_t row) {
-  return launch.statistics + (kStatistics == 1 ? row : row * launch.statistics_size);
+  return launch.statistics + row * launch.statistics_size;
 }
 template <int kStatistics>
 __device__ __forceinline__ RowMoments load_moments(const RowBackward& launch, int64_t row) {
-  return moments_from<kStatistics>(statistics_of<kStatistics>(launch, row), launch.statistics_size);
+  return moments_from<kStatistics>(statistics_of(launch, row), launch.statistics_size);
 }
 
 // Sums of kWidth columns over the rows of a block: `first` is the first column of the first row, in

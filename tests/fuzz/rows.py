@@ -218,7 +218,7 @@ def _norm_add_norm_formula(
 
 
 class _RoundedGradient(torch.autograd.Function):
-    """Of what it returns: in half precision it may overflow, and what comes of it."""
+    """Of what it returns, as in two passes: in half precision it may overflow."""
 
     @staticmethod
     def forward(ctx, x, dtype):

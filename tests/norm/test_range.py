@@ -15,12 +15,14 @@ from operators import (
     LAYER_NORM,
     POLY_NORM,
     RMS_NORM,
+    RMS_NORM_ADD_RMS_NORM,
     rotary_operator,
 )
 
 NORMS = (
     RMS_NORM,
     FUSED_ADD_RMS_NORM,
+    RMS_NORM_ADD_RMS_NORM,
     GATED_RMS_NORM,
     LAYER_NORM,
     ADA_LAYER_NORM,

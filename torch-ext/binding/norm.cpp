@@ -174,12 +174,10 @@ auto rms_norm_add_rms_norm(const Tensor& x, const Tensor& residual,
 
   const Tensor out = empty_like(x, x.scalar_type());
   const Tensor new_residual = empty_like(x, x.scalar_type());
-  OptionalTensor post_rstd, pre_rstd;
+  OptionalTensor statistics;
   if (kForGradient) {
-    post_rstd = empty_floats({p.rows}, x);
-    pre_rstd = empty_floats({p.rows}, x);
-    p.post_rstd = static_cast<float*>(post_rstd->mutable_data_ptr());
-    p.pre_rstd = static_cast<float*>(pre_rstd->mutable_data_ptr());
+    statistics = empty_floats({p.rows, 2}, x);
+    p.statistics = static_cast<float*>(statistics->mutable_data_ptr());
   }
   if (!is_nothing(x, p.rows, p.dim)) {
     const auto x_rows = read_rows(p.x, p.x_stride, x);
@@ -188,14 +186,10 @@ auto rms_norm_add_rms_norm(const Tensor& x, const Tensor& residual,
     p.new_residual = new_residual.mutable_data_ptr();
     launch<cpu::rms_norm_add_rms_norm, gpu::rms_norm_add_rms_norm>(op, x, p, p.rows, p.dim);
   }
-  if constexpr (kForGradient) {
-    return std::tuple(out, new_residual, *post_rstd, *pre_rstd);
-  } else {
-    return std::tuple(out, new_residual);
-  }
+  return returned<kForGradient>(out, new_residual, statistics);
 }
 
-// The gradient of all forwards: (grad_x, grad_weight), either of them empty where not needed.
+// Of rms_norm and fused_add_rms_norm: (grad_x, grad_weight), either of them empty where not needed.
 std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad_out,
                                         const OptionalTensor& grad_new_residual, const Tensor& x,
                                         const OptionalTensor& weight, const Tensor& rstd,
@@ -227,6 +221,7 @@ std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad_out,
       read_rows(p.grad_new_residual, p.grad_new_residual_stride, grad_new_residual);
   read_vector(p.weight, p.weight_dtype, checked_weight, p.x_dtype);
   p.rstd = static_cast<const float*>(rstd.const_data_ptr());
+  p.rstd_stride = 1;
   p.weight_offset = static_cast<float>(weight_offset);
   p.grad_x = grad_x.data();
   p.grad_weight = grad_weight.data();
@@ -251,6 +246,77 @@ std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad_out,
   return {grad_x.tensor, grad_weight.tensor};
 }
 
+// (grad_x, grad_residual, grad_post_weight, grad_pre_weight), each empty where not needed.
+std::tuple<Tensor, Tensor, Tensor, Tensor> rms_norm_add_rms_norm_bwd(
+    const Tensor& grad_out, const OptionalTensor& grad_new_residual, const Tensor& x,
+    const Tensor& new_residual, const OptionalTensor& post_weight, const OptionalTensor& pre_weight,
+    const Tensor& statistics, double weight_offset, bool needs_grad_x, bool needs_grad_residual,
+    bool needs_grad_post_weight, bool needs_grad_pre_weight) {
+  const char* op = "rms_norm_add_rms_norm_bwd";
+  RmsNormAddRmsNormBackward p{};
+  p.dtype = check_rows(op, x);
+  check_columns(op, "x", x);
+  check_like(op, "grad_out", grad_out, x);
+  check_like(op, "grad_new_residual", grad_new_residual, x);
+  check_like(op, "new_residual", new_residual, x);
+  const OptionalTensor post = check_vector(op, "post_weight", post_weight, x);
+  const OptionalTensor pre = check_vector(op, "pre_weight", pre_weight, x);
+  p.rows = rows_in(x);
+  p.dim = columns_in(x);
+  check_saved(op, "statistics", statistics, p.rows * 2, x, "x", "float32 [", p.rows, ", 2]");
+
+  Gradient grad_x = gradient_of(x, needs_grad_x);
+  Gradient grad_residual = gradient_of(x, needs_grad_residual);
+  Gradient grad_post = gradient_of(post, needs_grad_post_weight, x);
+  Gradient grad_pre = gradient_of(pre, needs_grad_pre_weight, x);
+  const auto results = [&] {
+    return std::tuple(grad_x.tensor, grad_residual.tensor, grad_post.tensor, grad_pre.tensor);
+  };
+  if (is_nothing(x, p.rows, p.dim)) {
+    grad_post.zero();
+    grad_pre.zero();
+    return results();
+  }
+  const auto grad_out_rows = read_rows(p.grad_out, p.grad_out_stride, grad_out);
+  const auto grad_new_residual_rows =
+      read_rows(p.grad_new_residual, p.grad_new_residual_stride, grad_new_residual);
+  const auto new_residual_rows = read_rows(p.new_residual, p.new_residual_stride, new_residual);
+  const auto x_rows = read_rows(p.x, p.x_stride, x);
+  read_vector(p.post_weight, p.post_weight_dtype, post, p.dtype);
+  read_vector(p.pre_weight, p.pre_weight_dtype, pre, p.dtype);
+  p.statistics = static_cast<const float*>(statistics.const_data_ptr());
+  p.weight_offset = static_cast<float>(weight_offset);
+  p.grad_x = grad_x.data();
+  p.grad_residual = grad_residual.data();
+  p.grad_post_weight = grad_post.data();
+  p.grad_pre_weight = grad_pre.data();
+
+  OptionalTensor workspace, sum;
+  const auto make_grad_residual = [&] {  // the first norm reads it
+    if (p.grad_residual != nullptr) return;
+    sum = empty_like(x, x.scalar_type());
+    p.grad_residual = sum->mutable_data_ptr();
+  };
+  launch(
+      op, x,
+      [&] {
+        make_grad_residual();
+        p.chunks = cpu::rms_norm_backward_chunks(p.rows, p.dim);
+        const int64_t partials = p.chunks * rms_norm_add_rms_norm_weight_gradients(p);
+        p.workspace = scratch(workspace, partials * p.dim, x);
+        on_threads<cpu::rms_norm_add_rms_norm_backward>(p, p.chunks, p.rows / p.chunks * p.dim);
+        if (partials > 0)
+          on_threads<cpu::rms_norm_add_rms_norm_backward_weights>(p, p.dim, partials);
+      },
+      [&](int32_t device, void* stream) {
+        if (!gpu::rms_norm_add_rms_norm_backward_in_one_pass(p, device)) make_grad_residual();
+        p.workspace =
+            scratch(workspace, gpu::rms_norm_add_rms_norm_backward_workspace(p, device), x);
+        return gpu::rms_norm_add_rms_norm_backward(p, device, stream);
+      });
+  return results();
+}
+
 }  // namespace
 
 void register_norm_ops(const Ops& ops) {
@@ -272,8 +338,15 @@ void register_norm_ops(const Ops& ops) {
       "rms_norm_add_rms_norm",
       "Tensor x, Tensor residual, Tensor? post_weight, Tensor? pre_weight, float eps, float "
       "pre_eps, float weight_offset, bool cast_before_weight",
-      "Tensor out, Tensor new_residual", "Tensor post_rstd, Tensor pre_rstd",
+      "Tensor out, Tensor new_residual", "Tensor statistics",
       TORCH_BOX(&rms_norm_add_rms_norm<false>), TORCH_BOX(&rms_norm_add_rms_norm<true>));
+  ops.op(
+      "rms_norm_add_rms_norm_bwd(Tensor grad_out, Tensor? grad_new_residual, Tensor x, Tensor "
+      "new_residual, Tensor? post_weight, Tensor? pre_weight, Tensor statistics, float "
+      "weight_offset, bool needs_grad_x, bool needs_grad_residual, bool needs_grad_post_weight, "
+      "bool needs_grad_pre_weight) -> (Tensor grad_x, Tensor grad_residual, Tensor "
+      "grad_post_weight, Tensor grad_pre_weight)",
+      TORCH_BOX(&rms_norm_add_rms_norm_bwd));
   ops.op(
       "rms_norm_quant(Tensor x, Tensor? weight, float eps, float weight_offset, bool "
       "cast_before_weight, " FUSELAGE_QUANT_OPTIONS FUSELAGE_QUANT_RESULTS ")",

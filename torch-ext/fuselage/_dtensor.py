@@ -338,6 +338,9 @@ RULES: dict[str, Rule] = {
         ("x", "grad_out", "grad_new_residual"), columns=("weight",), kind=Norm
     ),
     **_with_gradient("rms_norm_add_rms_norm", Rule(_SUM, ("post_weight", "pre_weight"))),
+    "rms_norm_add_rms_norm_bwd": _gradient(
+        ("new_residual", "x", "grad_out", "grad_new_residual"), ("post_weight", "pre_weight")
+    ),
     **_with_gradient("gated_rms_norm", Rule(("x", "gate"), ("weight",))),
     "gated_rms_norm_bwd": _gradient(("x", "gate", "grad_out"), ("weight",)),
     **_with_gradient("group_norm", Samples(_X, _AFFINE)),

@@ -31,6 +31,7 @@ _rms_norm_bwd = ops.rms_norm_bwd.default
 _fused_add_rms_norm = ops.fused_add_rms_norm.default
 _fused_add_rms_norm_inplace = ops.fused_add_rms_norm_.default
 _rms_norm_add_rms_norm = ops.rms_norm_add_rms_norm.default
+_rms_norm_add_rms_norm_bwd = ops.rms_norm_add_rms_norm_bwd.default
 _gated_rms_norm = ops.gated_rms_norm.default
 _gated_rms_norm_bwd = ops.gated_rms_norm_bwd.default
 
@@ -199,8 +200,8 @@ def rms_norm_add_rms_norm(
 
     Returns:
         `(out, new_residual)`, both contiguous and both differentiable (once) in `x`, `residual` and
-        the weights. The gradient of `new_residual` is rounded to its dtype before it goes through
-        the first norm, as it is between PyTorch's operators.
+        the weights. The gradient of the sum goes on through the first norm in float32 where a GPU
+        takes both in one pass; otherwise rounded to its dtype, as between PyTorch's operators.
 
     Raises:
         RuntimeError: A wrong dtype, shape or device, naming the argument, what it must be and what
@@ -310,29 +311,28 @@ def _fused_add_rms_norm_backward(ctx, grad_out, grad_new_residual):
 
 def _save_rms_norm_add_rms_norm(ctx, inputs, outputs):
     x, _, post_weight, pre_weight, _, _, ctx.weight_offset, _ = inputs
-    _, new_residual, post_rstd, pre_rstd = outputs
-    ctx.save_for_backward(x, post_weight, post_rstd, new_residual, pre_weight, pre_rstd)
+    _, new_residual, statistics = outputs
+    ctx.save_for_backward(x, new_residual, post_weight, pre_weight, statistics)
 
 
 def _rms_norm_add_rms_norm_backward(ctx, grad_out, grad_new_residual):
-    x, post_weight, post_rstd, new_residual, pre_weight, pre_rstd = ctx.saved_tensors
-    needs_x, needs_residual, needs_post, needs_pre = ctx.needs_input_grad[:4]
-    needs_sum = needs_x or needs_residual or needs_post
-    grad_sum, grad_pre_weight = grad_new_residual, None
-    if grad_out is not None:  # not only new_residual was used
-        grad_sum, grad_pre_weight = _rms_norm_bwd(
-            *(grad_out, grad_new_residual, new_residual, pre_weight, pre_rstd, ctx.weight_offset),
-            *(needs_sum, needs_pre),
+    x, new_residual, post_weight, pre_weight, statistics = ctx.saved_tensors
+    needs_x, _, needs_post, _ = needs = ctx.needs_input_grad[:4]
+    if grad_out is not None:
+        return _rms_norm_add_rms_norm_bwd(
+            *(grad_out, grad_new_residual, x, new_residual, post_weight, pre_weight, statistics),
+            *(ctx.weight_offset, *needs),
         )
-    grad_x = grad_post_weight = None
+    grad_x = grad_post_weight = None  # only new_residual was used
     if needs_x or needs_post:
         # NOTE: the forward may have moved a DTensor x to where the sum is, and its rstd are there.
         if getattr(x, "placements", None) != getattr(new_residual, "placements", None):
             x = x.detach().redistribute(placements=new_residual.placements)
         grad_x, grad_post_weight = _rms_norm_bwd(
-            *(grad_sum, None, x, post_weight, post_rstd, ctx.weight_offset, needs_x, needs_post)
+            *(grad_new_residual, None, x, post_weight, statistics[:, 0].contiguous()),
+            *(ctx.weight_offset, needs_x, needs_post),
         )
-    return grad_x, grad_sum, grad_post_weight, grad_pre_weight
+    return grad_x, grad_new_residual, grad_post_weight, None
 
 
 def _save_gated_rms_norm(ctx, inputs, outputs):
@@ -390,7 +390,7 @@ def _fake_fused_add_rms_norm(x, residual, *options):
 
 
 def _fake_rms_norm_add_rms_norm(x, residual, *options):
-    return like(x), like(x), floats_of_rows(x), floats_of_rows(x)
+    return like(x), like(x), floats_of_rows(x, 2)
 
 
 def _fake_gated_rms_norm(x, gate, weight, eps, activation, norm_before_gate, group_size, cast):
@@ -404,5 +404,6 @@ register_fakes("fused_add_rms_norm", _fake_fused_add_rms_norm, results=2)
 register_fake_in_place("fused_add_rms_norm_")
 register_fake_gradients("rms_norm_bwd")
 register_fakes("rms_norm_add_rms_norm", _fake_rms_norm_add_rms_norm, results=2)
+register_fake_gradients("rms_norm_add_rms_norm_bwd", like={"residual": "x"})
 register_fakes("gated_rms_norm", _fake_gated_rms_norm, results=1)
 register_fake_gradients("gated_rms_norm_bwd")
