@@ -87,7 +87,6 @@ def check_batch_invariance(op, kernel, inputs: dict, sizes=(1, 2, 5, 16)) -> Non
                 assert_same_bits(alone[name], batch[name][part], label)
 
 
-@pytest.mark.kernels_ci
 @each_operator(OPERATORS)
 @each_dtype
 @on_devices(CPU_DIMS, DIMS)

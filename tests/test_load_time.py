@@ -45,7 +45,6 @@ assert {{{{"transformers", "diffusers"}}}}.isdisjoint(sys.modules)
 """
 
 
-@pytest.mark.kernels_ci
 def test_integrations_are_imported_when_they_are_asked_for():
     child = [sys.executable, "-c", INTEGRATIONS.format(backend=kernel_backend())]
     done = subprocess.run(child, capture_output=True, text=True)

@@ -96,7 +96,6 @@ def outputs_and_gradients(module, x, grad_out) -> list[torch.Tensor]:
     return [out.detach(), leaf.grad, module.weight.grad.clone()]
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_layer(fuselage, device, kernelized, name, mode):

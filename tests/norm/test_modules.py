@@ -127,7 +127,6 @@ def test_moves(fuselage, device, name):
         assert output.dtype == torch.bfloat16 and output.isfinite().all()
 
 
-@pytest.mark.kernels_ci
 @NAMES
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile(fuselage, device, name, backend):
