@@ -173,10 +173,7 @@ RowBackward backward_launch(const RmsNormAddRmsNormBackward& p) {
   launch.tensors.add(p.grad_out, p.grad_out_stride);
   launch.tensors.add(p.new_residual, p.new_residual_stride);
   launch.tensors.add(p.x, p.x_stride);
-  if (p.grad_new_residual != nullptr) {
-    launch.extra = launch.tensors.count;
-    launch.tensors.add(p.grad_new_residual, p.grad_new_residual_stride);
-  }
+  launch.read_extra(p.grad_new_residual, p.grad_new_residual_stride);
   launch.statistics = p.statistics;
   launch.statistics_size = 2;
   launch.partials = p.workspace;
@@ -196,31 +193,28 @@ BothRmsNorms in_two_passes(const RmsNormAddRmsNormBackward& p, int device) {
 namespace gpu {
 
 bool rms_norm_add_rms_norm_backward_in_one_pass(const RmsNormAddRmsNormBackward& p, int device) {
-  return fuselage::rms_norm_add_rms_norm_backward_in_one_pass(device_info(device), p);
+  return rms_norm_add_rms_norm_backward_policy(device_info(device), p).has_value();
 }
 
 int64_t rms_norm_add_rms_norm_backward_workspace(const RmsNormAddRmsNormBackward& p, int device) {
-  if (rms_norm_add_rms_norm_backward_in_one_pass(p, device)) {
-    const RowBackwardPolicy policy =
-        row_backward_policy(device_info(device), rms_norm_add_rms_norm_backward_shape(p));
-    return policy.blocks_per_group * rms_norm_add_rms_norm_weight_gradients(p) * p.dim;
-  }
-  return in_two_passes(p, device).partial_floats();
+  const auto policy = rms_norm_add_rms_norm_backward_policy(device_info(device), p);
+  if (!policy.has_value()) return in_two_passes(p, device).partial_floats();
+  return policy->blocks_per_group * rms_norm_add_rms_norm_weight_gradients(p) * p.dim;
 }
 
 const char* rms_norm_add_rms_norm_backward(const RmsNormAddRmsNormBackward& p, int device,
                                            void* stream) {
-  if (!rms_norm_add_rms_norm_backward_in_one_pass(p, device)) {
+  const auto policy = rms_norm_add_rms_norm_backward_policy(device_info(device), p);
+  if (!policy.has_value()) {
     const BothRmsNorms norms = in_two_passes(p, device);
     const char* error = rms_norm_backward(norms.pre, device, stream);
     return error != nullptr || !norms.needs_post() ? error
                                                    : rms_norm_backward(norms.post, device, stream);
   }
-  const RowBackwardShape shape = rms_norm_add_rms_norm_backward_shape(p);
-  const RowBackwardPolicy policy = row_backward_policy(device_info(device), shape);
   return message_of(dispatch_dtype(p.dtype, [&](auto tag) {
     using Op = RmsNormAddRmsNormBackwardOp<typename decltype(tag)::type>;
-    return row_backward<Op>(p, backward_launch(p), shape, policy, static_cast<gpuStream>(stream));
+    return row_backward<Op>(p, backward_launch(p), rms_norm_add_rms_norm_backward_shape(p), *policy,
+                            static_cast<gpuStream>(stream));
   }));
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 
 #include "common/alignment.h"
 #include "common/launch_policy.h"
@@ -118,7 +119,7 @@ inline RowBackwardShape rms_norm_add_rms_norm_backward_shape(const RmsNormAddRms
   shape.statistics = 2;
   shape.shared_factors = 2;
   shape.column_sums = rms_norm_add_rms_norm_weight_gradients(p);
-  shape.sums_need_rows = true;
+  shape.sums_need_rows = true;  // those of post_weight; there are no blocks that have columns
   shape.threads = kRmsNormAddRmsNormBackwardThreads;
   shape.max_columns = kRmsNormAddRmsNormBackwardColumns;
   shape.bulk = true;
@@ -131,13 +132,17 @@ inline RowBackwardShape rms_norm_add_rms_norm_backward_shape(const RmsNormAddRms
   return shape;
 }
 
-// Where it is in one pass: this must not depend on pointers and strides, as results must not. Rows
-// that never are aligned take less time in two: on an H200 (16380, 4097) takes 471 us, and 588 in
-// one. So do rows that would be streamed: (512, 131072) takes 386 us, and 967.
-inline bool rms_norm_add_rms_norm_backward_in_one_pass(const DeviceInfo& device,
-                                                       const RmsNormAddRmsNormBackward& p) {
-  return p.dim * dtype_size(p.dtype) % 16 == 0 &&
-         !row_backward_policy(device, rms_norm_add_rms_norm_backward_shape(p)).row.streamed;
+// That of one pass, or nothing where it takes two. Which must not depend on pointers and strides,
+// as results must not. Rows that never are aligned take less time in two: on an H200 (16380, 4097)
+// takes 471 us, and 588 in one. So do rows that would be streamed: (512, 131072) takes 386 us, and
+// 967.
+inline std::optional<RowBackwardPolicy> rms_norm_add_rms_norm_backward_policy(
+    const DeviceInfo& device, const RmsNormAddRmsNormBackward& p) {
+  if (p.dim * dtype_size(p.dtype) % 16 != 0) return std::nullopt;
+  const RowBackwardPolicy policy =
+      row_backward_policy(device, rms_norm_add_rms_norm_backward_shape(p));
+  if (policy.row.streamed) return std::nullopt;
+  return policy;
 }
 
 }  // namespace fuselage

@@ -35,14 +35,12 @@
 //     struct FactorLoading<N, kAligned> { start(p, row, column, dim); finish(.., kind, factors); }
 //     factors(p)                        // kinds that there are: the first is what terms is given
 //     factors_by_row(p)                 // whether each row has its own
-//     terms(launch, grad_out, factors, s, moments, read, more, sums)
-//                                       // adds a vector's part of the row's sums
+//     terms(launch, grad_out, factors, s, moments, read, more, sums)   // adds to the row's sums
 //     coefficients(p, sums, moments, launch)           // what gradients needs of these
 //     gradients<kAligned>(p, launch, row, column, factors, grad_out, s, moments, coefficients,
 //                         read, more, store, sums)     // stores rows, adds to sums of columns;
 //                                                      // more(kind, values): of other factors
-//     constexpr bool kColumnTerms;      // without them there are no kernels for streamed rows, and
-//                                       // no blocks that have columns
+//     constexpr bool kColumnTerms;      // whether rows may be streamed, and blocks have columns
 //     column_terms<kAligned, kStreamed>(p, launch, row, column, grad_out, s, moments, unused,
 //                                       sums)  // these; without kStreamed only such as need
 //                                                none of the row's sums
@@ -73,8 +71,7 @@ __device__ __forceinline__ bool is_unused(float (&row_sums)[Op::kRowSums], RowMo
   for (int i = 1; i < Op::kNormSums; ++i) row_sums[i] = row_sums[0];
   if (row_sums[0] != 0.0f) return false;
   moments.rstd = 0.0f;
-  if (Op::kNormSums == Op::kRowSums)
-    moments.mean = 0.0f;  // with more sums it is another row's rstd
+  if (Op::kNormSums == Op::kRowSums) moments.mean = 0.0f;  // otherwise it is not a mean
   return true;
 }
 
@@ -197,6 +194,16 @@ struct RowBackwardThread {
     }
   }
 
+  // What an operator may read of vector j besides what it is given.
+  __device__ __forceinline__ auto other_tensors(int j) const {
+    return [this, j](int tensor, float(&values)[N]) {
+      staged.read_other(tensor, j, row).to_floats(values);
+    };
+  }
+  __device__ __forceinline__ auto other_factors(int j) const {
+    return [this, j](int kind, float(&values)[N]) { factors.get(kind, j, values); };
+  }
+
   // The row's sums over its columns, of which each thread has some.
   __device__ __forceinline__ void add_terms(const RowMoments& moments, bool lost,
                                             float (&row_sums)[Op::kRowSums]) const {
@@ -209,11 +216,7 @@ struct RowBackwardThread {
       staged.template read<O, 0>(j).to_floats(grad_out);
       staged.template read<T, 1>(j).to_floats(s);
       factors.get(0, j, f);
-      const auto read = [&](int tensor, float(&values)[N]) {
-        staged.read_other(tensor, j, row).to_floats(values);
-      };
-      const auto more = [&](int kind, float(&values)[N]) { factors.get(kind, j, values); };
-      Op::terms(launch, grad_out, f, s, moments, read, more, terms[j]);
+      Op::terms(launch, grad_out, f, s, moments, other_tensors(j), other_factors(j), terms[j]);
     }
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
@@ -247,10 +250,6 @@ struct RowBackwardThread {
       if (unused) packed = Vector<T, N>::zero();  // it may be infinite
       packed.to_floats(s);
       factors.get(0, j, f);
-      const auto read = [&](int tensor, float(&values)[N]) {
-        staged.read_other(tensor, j, row).to_floats(values);
-      };
-      const auto more = [&](int kind, float(&values)[N]) { factors.get(kind, j, values); };
       const auto store = [&](int i, void* data, const float(&values)[N]) {
         const Vector<T, N> vector = Vector<T, N>::from_floats(values);
         if (!columns.inside(j)) return;
@@ -261,7 +260,8 @@ struct RowBackwardThread {
         }
       };
       Op::template gradients<kAligned>(p, launch, row, columns.of(j), f, grad_out, s, moments,
-                                       coefficients, read, more, store, sums[j]);
+                                       coefficients, other_tensors(j), other_factors(j), store,
+                                       sums[j]);
     }
     if constexpr (!kAligned) {
       // NOTE: lanes store together, also those whose row is past the end.

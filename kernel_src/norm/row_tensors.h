@@ -50,6 +50,9 @@ struct RowBackward {
             const void* grad_s, int64_t grad_s_stride) {
     tensors.add(grad_out, grad_out_stride);
     tensors.add(s, s_stride);
+    read_extra(grad_s, grad_s_stride);
+  }
+  void read_extra(const void* grad_s, int64_t grad_s_stride) {
     if (grad_s == nullptr) return;
     extra = tensors.count;
     tensors.add(grad_s, grad_s_stride);

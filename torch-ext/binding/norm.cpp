@@ -292,15 +292,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rms_norm_add_rms_norm_bwd(
   p.grad_pre_weight = grad_pre.data();
 
   OptionalTensor workspace, sum;
-  const auto make_grad_residual = [&] {  // the first norm reads it
-    if (p.grad_residual != nullptr) return;
+  const auto make_grad_residual = [&] {  // in two passes the first norm reads it
     sum = empty_like(x, x.scalar_type());
     p.grad_residual = sum->mutable_data_ptr();
   };
   launch(
       op, x,
       [&] {
-        make_grad_residual();
+        if (!grad_residual.needed) make_grad_residual();
         p.chunks = cpu::rms_norm_backward_chunks(p.rows, p.dim);
         const int64_t partials = p.chunks * rms_norm_add_rms_norm_weight_gradients(p);
         p.workspace = scratch(workspace, partials * p.dim, x);
@@ -309,7 +308,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rms_norm_add_rms_norm_bwd(
           on_threads<cpu::rms_norm_add_rms_norm_backward_weights>(p, p.dim, partials);
       },
       [&](int32_t device, void* stream) {
-        if (!gpu::rms_norm_add_rms_norm_backward_in_one_pass(p, device)) make_grad_residual();
+        if (!grad_residual.needed && !gpu::rms_norm_add_rms_norm_backward_in_one_pass(p, device))
+          make_grad_residual();
         p.workspace =
             scratch(workspace, gpu::rms_norm_add_rms_norm_backward_workspace(p, device), x);
         return gpu::rms_norm_add_rms_norm_backward(p, device, stream);
