@@ -301,6 +301,8 @@ def test_no_package_of_the_plain_name(variant: Path):
 
 @pytest.mark.slow
 def test_two_builds_live_in_one_process(variant: Path, tmp_path: Path):
+    # With the objects of this checkout's build: compiling all of them once more takes minutes.
+    shutil.copytree(REPO_DIR / "build/.work" / variant.name, tmp_path / "work" / variant.name)
     for unique_id in ("aaaaaaa", "bbbbbbb"):
         folders = ["--output", tmp_path / unique_id, "--work", tmp_path / "work"]
         output = build("--unique-id", unique_id, *folders)

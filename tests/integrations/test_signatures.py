@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -71,18 +72,36 @@ class ScaledModule(nn.Module):
         return self.inner(attn, hidden_states, *args, factor=factor, **kwargs)
 
 
+class Messages(logging.Handler):
+    """Those of a logger, in order."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """What diffusers warns of."""
+    handler = Messages()
+    logging.getLogger("diffusers").addHandler(handler)
+    yield handler.texts
+    logging.getLogger("diffusers").removeHandler(handler)
+
+
 @pytest.mark.parametrize("processor", [Scaled, ScaledModule, AttnProcessor, AttnProcessor2_0])
-def test_arguments_of_the_processor(integration, caplog, processor):
+def test_arguments_of_the_processor(integration, messages, processor):
     """Those that it has no name for are ignored, with a warning, as in a plain model."""
     module, x = attention(processor()), torch.randn(2, 3, 16)
-    logging.getLogger("diffusers").propagate = True
-    with caplog.at_level(logging.WARNING):
-        expected = module(x, factor=3.0)
-        warnings = list(caplog.messages)
-        caplog.clear()
-        integration.patch(module)
-        assert torch.equal(module(x, factor=3.0), expected)
-    assert caplog.messages == warnings
+    expected = module(x, factor=3.0)
+    warnings = list(messages)
+    messages.clear()
+    integration.patch(module)
+    assert torch.equal(module(x, factor=3.0), expected)
+    assert messages == warnings
     assert bool(warnings) == (processor is not Scaled)
     assert torch.equal(expected, module(x)) == (processor is not Scaled)
 
