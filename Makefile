@@ -50,7 +50,7 @@ build-cuda: $(ENVIRONMENT)  ## the CUDA variant for every GPU of build.toml (ARC
 RUN_TESTS = OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses=auto --dist=worksteal
 
 test: build  ## build, then run the quick tests (TESTS= and PYTEST= choose and pass options)
-	$(RUN_TESTS) -m "not slow" $(PYTEST) $(TESTS)
+	$(RUN_TESTS) -m "not slow and not long" $(PYTEST) $(TESTS)
 
 test-all: build  ## build, then run every test; CI runs these
 	$(RUN_TESTS) $(PYTEST) $(TESTS)
@@ -58,7 +58,7 @@ test-all: build  ## build, then run every test; CI runs these
 ci-test: build  ## the tests that the Hub's builder runs, in a folder like its own (a minute at most)
 	$(PYTHON) tools/ci_test.py -q $(PYTEST)
 
-test-torch-matrix: build-cpu  ## the quick tests on one CPU variant under the oldest to newest Torch
+test-torch-matrix: build-cpu  ## all but slow tests on one CPU variant under the oldest to newest Torch
 	$(PYTHON) tools/torch_matrix.py $(if $(TORCH),--torch $(TORCH)) -- \
 	  --numprocesses=auto --dist=worksteal -m "not slow" $(PYTEST) $(TESTS)
 

@@ -79,7 +79,7 @@ def pytest_report_header() -> str:
 def pytest_configure(config: pytest.Config) -> None:
     """Declares the marks where pytest.ini is missing."""
     if not HAS_CHECKOUT:
-        for mark in ("gpu(count=1): needs so many GPUs", "slow: takes more than a few seconds"):
+        for mark in ("gpu(count=1): needs so many GPUs", "slow: takes seconds", "long: takes one"):
             config.addinivalue_line("markers", mark)
 
 

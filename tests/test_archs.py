@@ -127,6 +127,7 @@ def test_listed_architectures_are_compared_with_the_code():
     ]
 
 
+@pytest.mark.long
 def test_the_code_of_a_library_is_read(tmp_path: Path):
     cuobjdump = find_cuobjdump()
     if cuobjdump is None:

@@ -143,7 +143,14 @@ def test_mixed_dtypes(fuselage, device, name, mixture, training):
 
 
 @each_function
-@pytest.mark.parametrize("mixture", ["first_float32", "first_half", "half_of_two_kinds"])
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        "first_float32",
+        pytest.param("first_half", marks=pytest.mark.long),
+        pytest.param("half_of_two_kinds", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_compiled_as_eager(fuselage, device, name, mixture, inside, training):

@@ -147,6 +147,7 @@ def test_no_generated_project_files_and_a_locked_builder():
 # The variant folder
 
 
+@pytest.mark.long
 def test_metadata_and_digest(variant: Path, tmp_path: Path):
     metadata = Metadata.read_from_file(variant / "metadata.json")
     assert str(metadata.name) == "fuselage"
@@ -178,6 +179,7 @@ def test_provenance_names_the_commit(variant: Path):
         assert provenance.kernel.dirty == bool(status.strip())
 
 
+@pytest.mark.long
 def test_kernels_info_accepts_the_build(variant: Path):
     code = "from kernels.cli import main; main()"
     result = run([sys.executable, "-c", code, "info", REPO_DIR, "--json"])
@@ -186,6 +188,7 @@ def test_kernels_info_accepts_the_build(variant: Path):
     assert info["name"] == "fuselage" and "cpu" in info["backends"]
 
 
+@pytest.mark.long
 def test_the_library_keeps_to_its_abis(variant: Path, tmp_path: Path):
     (library,) = variant.glob("*.so")
     assert has_symbol_table(library)
@@ -248,6 +251,7 @@ def test_state_that_versions_share_is_found_with_and_without_the_flags_that_hide
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["norm/rms_norm", "sample/sample", "gate/activation"])
 def test_cpu_sources_export_only_what_the_binding_calls(tmp_path: Path, name: str):
     # Without the flags that hide it, which the release's builder does not give.
@@ -275,6 +279,7 @@ def test_get_kernel_loads_this_build(fuselage, variant: Path):
     assert all(hasattr(fuselage, name) for name in fuselage.__all__)
 
 
+@pytest.mark.long
 def test_get_kernel_offline_from_a_hub_cache(variant: Path, tmp_path: Path):
     revision = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / f"kernels--{REPO_ID.replace('/', '--')}"
@@ -329,11 +334,13 @@ print(len(dir(torch.ops._fuselage_cpu_aaaaaaa)) > 0, first.rms_norm is second.rm
 # Rebuilding
 
 
+@pytest.mark.long
 def test_a_second_build_compiles_nothing(variant: Path):
     build()
     assert "up to date, nothing compiled" in build()
 
 
+@pytest.mark.long
 def test_touching_a_file_compiles_nothing(variant: Path):
     build()
     for path in ("kernel_src/norm/rms_norm.h", "torch-ext/torch_binding.cpp"):
@@ -341,6 +348,7 @@ def test_touching_a_file_compiles_nothing(variant: Path):
     assert "up to date, nothing compiled" in build()
 
 
+@pytest.mark.long
 def test_what_an_earlier_build_left_is_removed(variant: Path, tmp_path: Path):
     output, work = tmp_path / "out", REPO_DIR / "build/.work"
     folder = output / variant.name
@@ -364,6 +372,7 @@ def test_what_an_earlier_build_left_is_removed(variant: Path, tmp_path: Path):
 # Messages
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "environment", [{"CXX": "/nonexistent/g++"}, {"CXX": None, "PATH": "/nonexistent"}]
 )
@@ -374,6 +383,7 @@ def test_a_missing_compiler_is_a_message(environment: dict, tmp_path: Path):
     assert re.fullmatch(r"error: no C\+\+ compiler \(.*\): apt-get install g\+\+\n", result.stderr)
 
 
+@pytest.mark.long
 def test_a_compile_error_is_the_compilers_message(checkout: Path, tmp_path: Path):
     binding = checkout / "torch-ext/torch_binding.cpp"
     binding.write_text('#error "broken on purpose"\n' + binding.read_text())
@@ -499,6 +509,7 @@ def test_cuda_builds_time_every_file():
         assert f"{TIMED} $out{SECONDS_SUFFIX} {compiler}" in command
 
 
+@pytest.mark.long
 def test_cpu_time_is_measured(tmp_path: Path):
     """With that of the compiler's own processes, as cicc is nvcc's, and without its waiting."""
     times = tmp_path / "a.o.seconds"

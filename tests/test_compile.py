@@ -129,6 +129,7 @@ def test_compile_for_inference(fuselage, device, op, guard):
             assert counter.none_since_the_first_call(), f"recompiled for batch {batch}"
 
 
+@pytest.mark.long
 @each_operator(OPERATORS)
 def test_compile_with_neighbours_and_some_gradients(fuselage, device, op):
     """In a graph with other work around it, with a frozen weight and an unused output."""
@@ -168,6 +169,7 @@ def test_compile_with_another_dim_and_dtype(fuselage, device, op):
         torch._dynamo.reset()
 
 
+@pytest.mark.long
 @each_operator(OPERATORS)
 def test_compile_with_strided_inputs(fuselage, device, op):
     compiled = torch.compile(

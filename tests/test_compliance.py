@@ -88,6 +88,7 @@ def edit_metadata(folder: Path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+@pytest.mark.long
 def test_what_is_built_here_complies(release: Path, capsys):
     variant = Variant(release)
     for name, check in check_compliance.CHECKS.items():

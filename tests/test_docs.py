@@ -19,6 +19,7 @@ def test_the_pages_are_up_to_date():
     assert not write_docs.stale(), "run make docs"
 
 
+@pytest.mark.long
 def test_a_changed_page_is_stale(tmp_path, monkeypatch):
     monkeypatch.setattr(write_docs, "REPO_DIR", tmp_path)
     monkeypatch.setattr(write_docs, "FOLDER", tmp_path / "reference")

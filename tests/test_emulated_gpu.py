@@ -40,6 +40,7 @@ def numbers(probe: Path, kernel: str, **options: str) -> list[int]:
 ORDERS = ({}, {"EMULATED_GPU_BACKWARDS": "1"})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", ORDERS, ids=("forwards", "backwards"))
 @pytest.mark.parametrize("warp", ["32", "64"])
 def test_blocks_add_up(probe, warp, order):

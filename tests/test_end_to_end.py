@@ -55,6 +55,7 @@ def believe_every_norm(norms, monkeypatch) -> None:
     monkeypatch.setattr(norms, "_probe", probe)
 
 
+@pytest.mark.long
 def test_it_does_not_time_what_is_wrong(main, fuselage, monkeypatch, capsys):
     assert fuselage.integrations.transformers
     norms = sys.modules[fuselage.__name__ + ".integrations._norms"]
@@ -142,6 +143,7 @@ def test_models_compiled_whole(main, tmp_path, name):
     assert all(column["error"] <= 1e-4 for column in case["columns"].values())
 
 
+@pytest.mark.long
 def test_what_is_before_a_step_is_not_timed(main, scenarios, monkeypatch):
     from benchmarks.end_to_end import measure
 
@@ -279,6 +281,7 @@ def test_the_fused_loss_compiled(main, tmp_path):
         assert column["error"] <= 1e-4 and column["runs"] >= 5 and "breakdown" not in column
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mistake", ["the gradient of the head", "no loss is taken"])
 def test_a_wrong_or_missing_loss_is_not_timed(main, fuselage, monkeypatch, capsys, mistake):
     integration = fuselage.integrations.transformers
@@ -336,6 +339,7 @@ def test_the_largest_batch(batch, monkeypatch, room):
         assert fails in tried
 
 
+@pytest.mark.long
 def test_the_search_for_the_largest_batch_ends_in_time(batch):
     tried = []
     run = step_with_room_for(100, tried)
@@ -367,6 +371,7 @@ def test_a_batch_without_room_leaves_no_gradients(main, scenarios):
     assert all(weight.grad is None for weight in scenario.model.parameters())
 
 
+@pytest.mark.long
 def test_the_search_runs_the_plain_model_and_the_last_variant(main, scenarios, fuselage):
     from benchmarks.end_to_end import cli
 

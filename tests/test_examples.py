@@ -21,17 +21,20 @@ def run(name: str, *options: str, cwd: Path | str = "/") -> str:
     return result.stdout
 
 
+@pytest.mark.long
 def test_lora_mlp(fuselage):
     sizes = ["--tokens", "32", "--dim", "64", "--intermediate", "96", "--repeats", "2"]
     output = run("lora_mlp.py", *sizes, "--no-compile")
     assert [line.split()[0] for line in output.splitlines()[2:]] == ["eager", "fuselage"]
 
 
+@pytest.mark.long
 def test_train(fuselage):
     output = run("train.py", "--layers", "1", "--dim", "64", "--batch", "16", "--steps", "60")
     assert output.endswith("the loss is PyTorch's, and it fell\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_blockwise"])
 def test_fp8(fuselage, recipe):
     pytest.importorskip("transformers")
@@ -41,6 +44,7 @@ def test_fp8(fuselage, recipe):
     assert output.endswith("undone: the same bits as before\n")
 
 
+@pytest.mark.long
 def test_grpo(fuselage):
     output = run("grpo.py", "--dim", "32", "--group", "32", "--steps", "25")
     assert output.endswith("rollout and trainer agree bit for bit, and the reward rose\n")
@@ -56,6 +60,7 @@ def test_dlrm(fuselage, tmp_path):
     assert "bias_act" in fused and "bias_act" not in eager  # in the profiler's table
 
 
+@pytest.mark.long
 def test_transformers_llama(fuselage):
     pytest.importorskip("transformers")
     sizes = ["--layers", "2", "--hidden", "128", "--tokens", "32", "--repeats", "2", "--steps", "4"]
@@ -115,6 +120,7 @@ def test_diffusers_ltx_video(fuselage):
     assert [line.split()[0] for line in output.splitlines()[-2:]] == ["eager", "fuselage"]
 
 
+@pytest.mark.long
 def test_generate(fuselage):
     pytest.importorskip("transformers")
     sizes = ["--layers", "1", "--hidden", "128", "--vocab", "500", "--tokens", "6"]

@@ -23,6 +23,7 @@ print(*(m for m in large if m in sys.modules and m not in kernels), sep="\\n")
 """
 
 
+@pytest.mark.long
 @pytest.mark.kernels_ci
 def test_loading_imports_nothing_large():
     child = [sys.executable, "-c", LOAD.format(backend=kernel_backend())]
@@ -45,6 +46,7 @@ assert {{{{"transformers", "diffusers"}}}}.isdisjoint(sys.modules)
 """
 
 
+@pytest.mark.long
 def test_integrations_are_imported_when_they_are_asked_for():
     child = [sys.executable, "-c", INTEGRATIONS.format(backend=kernel_backend())]
     done = subprocess.run(child, capture_output=True, text=True)

@@ -60,6 +60,7 @@ def build(tmp_path: Path, environment: dict[str, str]):
     return run(command, **environment, PYTHONPATH=str(SCRIPT.parent))
 
 
+@pytest.mark.long
 def test_the_steps_are_those_of_the_hubs_builder(tmp_path: Path, environment):
     result = build(tmp_path, environment)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -78,6 +79,7 @@ def test_the_steps_are_those_of_the_hubs_builder(tmp_path: Path, environment):
     assert f"ok  {name}" in result.stdout  # check_compliance
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", ["create-pyproject", "check-builds", "check-abi"])
 def test_a_step_that_fails_ends_it(tmp_path: Path, environment, step: str):
     result = build(tmp_path, environment | {"FAILS": step})

@@ -52,6 +52,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]
     return found
 
 
+@pytest.mark.long
 def test_every_family_is_swept(sweep: dict[str, list[list[str]]]):
     assert set(sweep) == set(FAMILIES)
     for devices in sweep.values():
@@ -101,6 +102,7 @@ def code_of_kernels(source: str, arch: str, folder: Path) -> list[tuple[str, int
     return [(name, int(size, 16)) for name, size in found]
 
 
+@pytest.mark.long
 def test_the_heads_form_for_a_t4_has_code_there(tmp_path: Path):
     """policy_probe.cpp: a T4 takes no other. What it cannot run is empty."""
     kernels = code_of_kernels("sample/lm_head.cu", "75", tmp_path)
@@ -122,6 +124,7 @@ def made_up_runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_up_headers(tmp_path_factory.mktemp("runtime"))
 
 
+@pytest.mark.long
 def test_device_code_keeps_no_state_that_versions_share(made_up_runtime: Path):
     # Without -fno-gnu-unique and -fvisibility=hidden, which the release's builder does not give.
     source = SOURCES / "common/device_info.cu"

@@ -47,6 +47,7 @@ def views(draw, shape, dtype, device) -> torch.Tensor:
     return view.expand(shape)
 
 
+@pytest.mark.long
 @each_operator(OPERATORS)
 @settings(
     max_examples=120,

@@ -97,6 +97,7 @@ def test_named_files_exist(page: Path):
     assert not missing, f"{page.name} names {missing}"
 
 
+@pytest.mark.long
 def test_the_results_are_those_that_were_measured():
     command = [sys.executable, "-m", "benchmarks.roofline.tables", "--check"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=REPO_DIR)

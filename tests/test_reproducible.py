@@ -33,6 +33,7 @@ def test_the_same_object_in_two_folders(capfd):
     assert "1 objects are the same in two folders" in capfd.readouterr().out
 
 
+@pytest.mark.long
 def test_an_object_with_its_folder_inside_is_found(monkeypatch, capfd):
     text = check_reproducible.compiling.GLIBC_SHIM_CPP
     real = check_reproducible.compile_some

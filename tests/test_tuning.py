@@ -54,6 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tuning")
 
 
+@pytest.mark.long
 def test_every_value_matters_and_none_changes_an_order(folder: Path):
     lines = printed(compiled(folder / "order", TESTS / "tuning_order_probe.cpp"))
     swept = []
@@ -110,6 +111,7 @@ def seen(**changes: int) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
+@pytest.mark.long
 def test_the_schema_has_the_parameters_of_the_library(library: Path):
     lines, _ = said(library, "parameters")
     expected = {

@@ -137,6 +137,7 @@ def test_a_release_builds_its_cpu_variant_again():
 # The scripts
 
 
+@pytest.mark.long
 def test_the_smoke_test_runs_every_family():
     """As on the Hub, in a process of its own."""
     environment = {**os.environ, "LOCAL_KERNELS": f"{REPO_ID}={KERNEL_DIR}", "HF_HUB_OFFLINE": "1"}

@@ -67,7 +67,10 @@ def main() -> None:
     pytest += ["--numprocesses=auto", "--dist=worksteal"]
     environment = {"FUSELAGE_KERNEL_DIR": str(variant), "OMP_NUM_THREADS": "1"}
     forwards, backwards = {**environment, **FORWARDS}, {**environment, **BACKWARDS}
-    quick, fewer = [*pytest, "-m", "not slow"], [*pytest, "-m", "kernels_ci and not slow"]
+    quick, fewer = (
+        [*pytest, "-m", "not slow and not long"],
+        [*pytest, "-m", "kernels_ci and not slow"],
+    )
     if options.pytest or options.all:
         run("forwards", [*quick, *(options.pytest or chosen())], forwards)
         run("backwards", [*quick, *(options.pytest or chosen())], backwards)

@@ -36,6 +36,7 @@ def received(rank: Rank) -> None:
             assert counted.found == {collective: {"calls": 1, "bytes": of_bytes}}
 
 
+@pytest.mark.long
 def test_only_collectives_are_counted(ranks):
     ranks.run(received)
 

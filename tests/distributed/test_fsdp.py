@@ -156,6 +156,7 @@ def test_adapters(ranks, sharded):
     ranks.run(adapters_of_a_frozen_linear, sharded)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("patched", "half", "checkpoints"),
     [("first", False, False), ("last", False, True), ("first", True, True), ("last", True, False)],

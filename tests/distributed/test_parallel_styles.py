@@ -111,6 +111,7 @@ def check_norm(rank: Rank, kind: str, tokens: int, placements: tuple) -> None:
 PLACEMENTS = (None, Shard(1), Shard(2), Replicate(), Partial())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["FusedAddRMSNorm", "FusedAddLayerNorm"])
 def test_norms_with_a_residual(ranks, kind):
     for placement in PLACEMENTS:
@@ -324,6 +325,7 @@ def test_an_old_torch_is_refused(fuselage, monkeypatch):
         fuselage.distributed.parallelize_llama(None, None)
 
 
+@pytest.mark.long
 @of_models
 @pytest.mark.parametrize("when", ["never", "before", "after"])
 def test_llama_is_what_one_process_has(ranks, when):
@@ -361,6 +363,7 @@ def check_inference(rank: Rank) -> None:
         torch.testing.assert_close(*steps)
 
 
+@pytest.mark.long
 @of_models
 def test_inference(ranks):
     ranks.run(check_inference)
@@ -410,6 +413,7 @@ def check_checkpointing(rank: Rank) -> None:
         assert_same_bits(a, b, "with activation checkpointing")
 
 
+@pytest.mark.long
 @of_models
 def test_activation_checkpointing(ranks):
     ranks.run(check_checkpointing)
@@ -435,6 +439,7 @@ def check_two_dimensions(rank: Rank, when: str) -> None:
     torch.testing.assert_close(whole(norm), expected)
 
 
+@pytest.mark.long
 @of_models
 def test_with_fsdp_over_another_dimension(ranks):
     if ranks.count == 4:
@@ -467,6 +472,7 @@ def check_optimizer(rank: Rank) -> None:
         torch.testing.assert_close(whole(p), expected, msg=lambda text, n=name: f"{n}: {text}")
 
 
+@pytest.mark.long
 @of_models
 def test_clipping_and_an_optimizer(ranks):
     ranks.run(check_optimizer)

@@ -193,6 +193,7 @@ CASES = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_rows(ranks, case):
     ranks.run(case)

@@ -117,6 +117,7 @@ def rotary_forms(rank: Rank) -> None:
             assert_same_bits(t.full_tensor(), value, f"in place {placement}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("norm", [False, True], ids=["apply_rotary", "qk_norm_rotary"])
 def test_rotary(ranks, norm):
     ranks.run(rotary, norm, ())

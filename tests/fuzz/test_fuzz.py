@@ -80,6 +80,7 @@ def test_every_public_name_has_cases(fuselage):
     }
 
 
+@pytest.mark.long
 def test_valid_calls_of_every_name_run(fuselage):
     """No case fails for the fuzzer's own sake."""
     for name in cases.names(fuselage):

@@ -168,6 +168,7 @@ def test_in_place_is_noticed_by_autograd(fuselage, device, op):
         product.sum().backward()
 
 
+@pytest.mark.long
 @each_op
 def test_in_place_compiles(fuselage, device, op):
     names = tuple(op.inputs((2, 8), torch.float32, device))

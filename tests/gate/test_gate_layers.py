@@ -184,6 +184,7 @@ def test_a_model_generates_the_same_tokens(fuselage, device, kernelized, build, 
     assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
 
 
+@pytest.mark.long
 @MODELS
 def test_a_model_does_not_drift(fuselage, device, kernelized, build):
     """bfloat16 logits are as close to the float32 model's with our layers as with PyTorch's."""

@@ -98,6 +98,7 @@ def test_other_architectures(integration, name):
     assert seen and set(seen) == {CAUSAL}
 
 
+@pytest.mark.long
 def test_sizes_may_change(integration):
     """One graph serves all lengths and batches."""
     plain = build("Llama")
@@ -198,6 +199,7 @@ def test_generation(integration, cache, side):
     assert torch.equal(model.generate(ids, **options), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["Mistral", "Gemma3", "Cohere2"])
 @pytest.mark.parametrize("window", [COLUMNS - 4, COLUMNS, COLUMNS + 1])
 def test_a_sliding_window(integration, name, window):
@@ -216,6 +218,7 @@ def test_a_sliding_window(integration, name, window):
     assert seen == [MASKED if needed else CAUSAL for needed in needs]
 
 
+@pytest.mark.long
 def test_padding(integration):
     plain = build("Llama")
     run, seen = compiled(patched(integration, plain))
@@ -231,6 +234,7 @@ def test_padding(integration):
     assert set(seen) == {MASKED}
 
 
+@pytest.mark.long
 def test_a_mask_of_the_caller(integration):
     plain = build("Llama")
     run, seen = compiled(patched(integration, plain))
@@ -242,6 +246,7 @@ def test_a_mask_of_the_caller(integration):
     assert seen == [MASKED] * 2
 
 
+@pytest.mark.long
 def test_packed_sequences(integration):
     """Positions that start anew are several sequences; what the positions are is not known."""
     plain = build("Llama")
@@ -255,6 +260,7 @@ def test_packed_sequences(integration):
     assert seen == [MASKED] * 2
 
 
+@pytest.mark.long
 def test_checkpointed_layers(integration):
     plain = build("Llama")
     model, ids = patched(integration, plain).train(), tokens()
@@ -267,6 +273,7 @@ def test_checkpointed_layers(integration):
         assert_close(parameter.grad, theirs.grad, key, tol=1e-4)
 
 
+@pytest.mark.long
 def test_another_implementation_stays(integration):
     """Whatever the model was told, before the patch or since."""
     plain = build("Llama")
@@ -278,6 +285,7 @@ def test_another_implementation_stays(integration):
     assert model.config._attn_implementation == "eager" and not seen
 
 
+@pytest.mark.long
 def test_a_model_that_looks_both_ways(integration):
     """`config.is_causal` of False: its mask has nothing to do with `is_causal` of attention."""
     plain = build("Llama")
@@ -310,6 +318,7 @@ def test_what_has_no_causal_mask_of_its_own_stays(integration):
         assert WHAT not in integration.patch(model).replaced.values()
 
 
+@pytest.mark.long
 def test_unpatched_it_makes_its_mask_again(integration):
     plain = build("Llama")
     model = patched(integration, plain)

@@ -33,6 +33,7 @@ def assert_calls(fuselage, plain: nn.Module, inputs: dict, expected: dict) -> No
     assert counts == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("heads", [8, 9])
 def test_norms_of_wide_rows(fuselage, device, on_gpu, heads):
     """Flux: the norm of 1024 columns is the compiler's, that of 1152 ours; pairs are ours."""
@@ -54,6 +55,7 @@ def test_norms_of_wide_rows(fuselage, device, on_gpu, heads):
     assert_calls(fuselage, block, inputs, expected)
 
 
+@pytest.mark.long
 def test_complex_numbers(fuselage, device, on_gpu):
     """QwenImage: of queries and keys of text and image."""
     from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
@@ -83,6 +85,7 @@ class First(nn.Module):
         return (self.module(**inputs),)
 
 
+@pytest.mark.long
 def test_two_tables(fuselage, device, on_gpu):
     """Wan."""
     from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
@@ -97,6 +100,7 @@ def test_two_tables(fuselage, device, on_gpu):
     assert_calls(fuselage, First(attention), inputs, {"apply_rotary": 1} if on_gpu else {})
 
 
+@pytest.mark.long
 def test_heads_that_are_not_split_yet(fuselage, device, on_gpu):
     """LTX-Video. Without norms before, they are the compiler's."""
     from diffusers.models.transformers import transformer_ltx as ltx
@@ -122,6 +126,7 @@ def large_group(fuselage, monkeypatch) -> int:
     return 64
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_group_norms_of_an_autoencoder(fuselage, device, on_gpu, large_group, monkeypatch, order):
     """All of them, with the SiLU after them."""

@@ -127,6 +127,7 @@ def decode(model, plain, keys: int, padded: bool, kind: str = "static", steps: i
     return seen, *results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("padded", [False, True])
 @torch.no_grad()
 def test_a_static_cache(fuselage, decoding, device, padded):
@@ -138,6 +139,7 @@ def test_a_static_cache(fuselage, decoding, device, padded):
     assert_close(ours.float(), theirs.float(), tol=3e-2)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_what_stays_in_one_part(fuselage, decoding, device, monkeypatch):
     plain = model_of(device, torch.bfloat16)
@@ -152,6 +154,7 @@ def test_what_stays_in_one_part(fuselage, decoding, device, monkeypatch):
     assert decode(own, exact, 200, False)[0].in_parts == 0
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_a_cache_that_grows_is_compiled_once(fuselage, decoding, device, monkeypatch):
     """Its length is not known: nothing is asked of it."""

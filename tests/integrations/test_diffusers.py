@@ -190,6 +190,7 @@ def _is_noise(key: str, parameter: nn.Parameter) -> bool:
     return key.endswith(("to_k.bias", "add_k_proj.bias")) or parameter.grad.abs().max() < 1e-5
 
 
+@pytest.mark.long
 @each_transformer
 def test_half_precision_does_not_drift(integration, device, make):
     @functools.lru_cache(maxsize=1)
@@ -243,6 +244,7 @@ def test_unpatch_restores_exactly(integration, fuselage, device, make):
     assert [vars(module) for module in model.modules()] == before
 
 
+@pytest.mark.long
 @each_transformer
 def test_a_pickle_loads_as_the_plain_model(integration, fuselage, make):
     model, inputs = built(make, "cpu")

@@ -80,6 +80,7 @@ def padding(rows: int = 2, columns: int = 12) -> torch.Tensor:
     return mask
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == "bert" else pytest.mark.slow) for n in TOKENS]
 )
@@ -93,6 +94,7 @@ def test_an_encoder_makes_no_mask(integration, either_torch, name):
         assert seen and not any(seen)
 
 
+@pytest.mark.long
 def test_a_plain_one_makes_a_mask(old_torch):
     """Else the tests here would say nothing."""
     plain, inputs = zoo.make("encoder", "bert")
@@ -146,6 +148,7 @@ def masking_nodes(model, inputs) -> int:
     return len(found)
 
 
+@pytest.mark.long
 def test_a_position_bias_stays(integration, old_torch):
     """And no mask is made to lay over it."""
     import transformers
@@ -202,6 +205,7 @@ def test_with_and_without_padding_by_turns(integration, old_torch):
     assert seen == [False, False, True, True]
 
 
+@pytest.mark.long
 def test_a_mask_of_the_caller(integration, old_torch):
     """Of queries by keys."""
     plain, inputs = zoo.make("encoder", "bert")
@@ -213,6 +217,7 @@ def test_a_mask_of_the_caller(integration, old_torch):
     assert seen == [True] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("columns", [8, 12])
 def test_a_sliding_window(integration, either_torch, columns):
     """That of ModernBERT goes both ways; within it, it is none."""
@@ -321,6 +326,7 @@ def test_a_graph_that_breaks(integration, old_torch):
             assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.long
 def test_training(integration, old_torch):
     plain, inputs = zoo.make("encoder", "bert")
     model = patched(integration, plain)
@@ -345,6 +351,7 @@ def test_sizes_may_change(integration, old_torch):
     assert seen == [False] * 2
 
 
+@pytest.mark.long
 def test_an_overlay_stays(fuselage, old_torch):
     """Of a mask that looks both ways, and one that must be made whatever is known."""
     masking = pytest.importorskip("transformers.masking_utils")
@@ -379,6 +386,7 @@ def test_an_overlay_stays(fuselage, old_torch):
     assert torch.equal(mask[0, 0], (rows[:, None] - rows).abs() != 2)
 
 
+@pytest.mark.long
 def test_unpatched_it_is_as_it_was(integration, old_torch):
     plain, inputs = zoo.make("speech", "wav2vec2")
     model = patched(integration, plain)

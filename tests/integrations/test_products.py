@@ -315,6 +315,7 @@ def assert_made(module: nn.Module, plain: nn.Module, inputs: list, calls: list, 
     assert calls == what
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_what_decides_when_it_runs(integration, recorded):
     plain = half(OneLine(), "cpu", torch.float32)

@@ -130,6 +130,7 @@ def test_half_precision_does_not_drift(integration, device, name):
     assert_no_farther(*(lambda seed, i=i: results(seed)[i] for i in range(3)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
 def test_training_follows_the_plain_curve(integration, device, name):
     curves = []
@@ -1116,6 +1117,7 @@ def test_every_layer_is_in_the_mapping(integration, fuselage):
 # Loading
 
 
+@pytest.mark.long
 def test_it_is_loaded_when_it_is_asked_for(fuselage):
     code = f"""
 import sys

@@ -60,6 +60,7 @@ def windows_of(model) -> list:
     return [LEFT if kind == KINDS[0] else None for kind in kinds]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_no_mask_is_made(integration, window, device, name):
     exact, plain, patched = models(integration, name, device)
@@ -73,6 +74,7 @@ def test_no_mask_is_made(integration, window, device, name):
     assert seen == windows_of(plain)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["Gemma3", "Mistral"])
 def test_gradients(integration, window, device, name):
     exact, plain, patched = models(integration, name, device)
@@ -93,6 +95,7 @@ def test_gradients(integration, window, device, name):
     assert seen == windows_of(plain)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("columns", [WINDOW - 1, WINDOW, WINDOW + 1])
 def test_sizes_about_the_window(integration, window, device, columns):
     exact, plain, patched = models(integration, "Mistral", device)
@@ -104,6 +107,7 @@ def test_sizes_about_the_window(integration, window, device, columns):
     assert seen == [LEFT if columns >= WINDOW else None] * 2
 
 
+@pytest.mark.long
 def test_sizes_may_change(integration, window, device):
     """One graph serves all lengths that are longer than the window."""
     exact, plain, patched = models(integration, "Mistral", device)
@@ -151,6 +155,7 @@ def test_a_window_is_seen_by_its_function(integration, device):
     assert not module.is_window(nothing, module.causal(-1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("given", ["attention_mask", "position_ids", "4d"])
 def test_what_is_given_needs_a_mask(integration, window, given):
     """Its values are not known."""
@@ -199,6 +204,7 @@ def test_caches(integration, window, device, cache, prompt):
         assert LEFT not in seen[2:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["dim", "dropout", "float32"])
 def test_heads_without_a_kernel(integration, window, device, change):
     """Attention makes the mask then."""
@@ -248,6 +254,7 @@ def test_eager(fuselage, integration, window, device, name):
     assert patched.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("name", ["Gemma3", "Mistral"])
 def test_autocast(fuselage, integration, window, device, name, compiles):
@@ -300,6 +307,7 @@ def test_eager_masks_that_are_more(fuselage, integration, window, device, given)
     assert called == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("again", [None, "transformers", "torch", "FSDP2"])
 def test_eager_training(fuselage, integration, window, device, again):
     """Layers that run again in the backward are told of no window: the model is not, then."""
@@ -334,6 +342,7 @@ def test_eager_training(fuselage, integration, window, device, again):
     assert set(used) == {1 if again is None else 0}
 
 
+@pytest.mark.long
 def test_compiled_layers_of_an_eager_model(integration, window, device):
     """They are given the mask."""
     exact, plain, patched = models(integration, "Gemma3", device)

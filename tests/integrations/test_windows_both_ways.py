@@ -97,6 +97,7 @@ def right(plain, exact, ids, rows=slice(None), **inputs):
     return lambda run: assert_right(run, plain, exact, ids, rows, **inputs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_no_mask_is_made(integration, window, device, name):
     exact, plain, patched = models(integration, name, device)
@@ -117,6 +118,7 @@ def test_eager(fuselage, integration, window, device, name):
     assert patched.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["compiled", "eager", "transformers", "torch"])
 def test_gradients(fuselage, integration, window, device, mode):
     """Layers that run again in the backward are told of no window: the model is not, then."""
@@ -153,6 +155,7 @@ def test_gradients(fuselage, integration, window, device, mode):
     assert (BOTH in seen) == (mode in ("compiled", "eager"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["compiled", "eager"])
 @pytest.mark.parametrize("columns", [DISTANCE - 1, DISTANCE, DISTANCE + 1, 2 * DISTANCE + 2])
 def test_sizes_about_the_window(fuselage, integration, window, device, columns, mode):
@@ -161,6 +164,7 @@ def test_sizes_about_the_window(fuselage, integration, window, device, columns, 
     assert calls_of(fuselage, patched, mode, call) == (1 if columns >= DISTANCE else 0)
 
 
+@pytest.mark.long
 def test_sizes_may_change(integration, window, device):
     """One graph serves all lengths that are longer than the window."""
     exact, plain, patched = models(integration, device=device)
@@ -185,6 +189,7 @@ def given_masks(ids) -> dict:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["ModernBert", "Gemma3Text"])
 @pytest.mark.parametrize("mode", ["compiled", "eager"])
 @pytest.mark.parametrize("given", ["padding", "4d", "mapping"])
@@ -196,6 +201,7 @@ def test_masks_that_are_given_stay(fuselage, integration, window, device, given,
     assert calls_of(fuselage, patched, mode, call) == 0
 
 
+@pytest.mark.long
 def test_a_compiled_model_does_not_know_a_mask_of_ones(integration, window, device):
     exact, plain, patched = models(integration, device=device)
     run, seen = compiled(patched)
@@ -204,6 +210,7 @@ def test_a_compiled_model_does_not_know_a_mask_of_ones(integration, window, devi
     assert seen == ["mask"] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["compiled", "eager"])
 @pytest.mark.parametrize("change", ["dim", "dropout", "float32"])
 def test_heads_without_a_kernel(fuselage, integration, window, device, change, mode):
@@ -217,6 +224,7 @@ def test_heads_without_a_kernel(fuselage, integration, window, device, change, m
     assert calls_of(fuselage, patched, mode, call) == 0
 
 
+@pytest.mark.long
 def test_compiled_layers_of_an_eager_model(integration, window, device):
     """They are given the mask."""
     exact, plain, patched = models(integration, device=device)
@@ -242,6 +250,7 @@ def test_the_window_is_seen_by_its_function(integration):
         assert not module.is_window(causal, module.both_ways(size))
 
 
+@pytest.mark.long
 def test_another_function_of_the_model_keeps_the_masks(integration, window, monkeypatch):
     """What is asked for is compared when the model is patched."""
     from transformers import masking_utils as masking
@@ -259,6 +268,7 @@ def test_another_function_of_the_model_keeps_the_masks(integration, window, monk
     assert seen == [None, "mask"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["compiled", "eager"])
 def test_packed_sequences_keep_their_masks(fuselage, integration, window, device, mode):
     """Of causal models, to which those with overlays belong, positions that start anew are others;
@@ -273,6 +283,7 @@ def test_packed_sequences_keep_their_masks(fuselage, integration, window, device
     assert calls_of(fuselage, patched, mode, call) == (mode == "eager")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("columns", [DISTANCE, DISTANCE + 1, DISTANCE + 2])
 def test_an_overlay_over_a_few_tokens(fuselage, integration, window, device, columns):
     """All of them are within the window, or two of them are not."""
@@ -334,6 +345,7 @@ def test_a_mask_that_must_be_made_is_made(integration, window, device):
         assert window.window_of(functions[which](**across)) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_causal_model_that_is_told_to_look_both_ways(integration, window, device, when):
     """Told after the patch, its window was not compared: it keeps its mask."""

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CODE = """
 import importlib.util, sys
 sys.modules["kernels"] = None  # an import of it raises ImportError
@@ -34,6 +36,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.long
 def test_all_but_the_mapping_works(fuselage):
     code = CODE.format(folder=str(Path(fuselage.__file__).parent))
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

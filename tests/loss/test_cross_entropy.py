@@ -394,6 +394,7 @@ def check_compiled(call, arguments) -> None:
         assert counter.frame_count == first > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_without_recompiles(fuselage, device, dtype):
     def call(x, targets, weights):

@@ -211,6 +211,7 @@ def test_in_place_is_noticed_by_autograd(fuselage, device, name):
         product.sum().backward()
 
 
+@pytest.mark.long
 @each_operator([OP])
 def test_in_place_compiles(fuselage, device, op):
     def step(x, residual, weight):

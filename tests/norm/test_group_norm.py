@@ -421,6 +421,7 @@ def test_refusals(fuselage, device):
 # torch.compile
 
 
+@pytest.mark.long
 @each_order
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compile(fuselage, device, backend, last):

@@ -344,6 +344,7 @@ def test_gradients_only_where_required(fuselage, device, requires):
     check_gradients(OP, fuselage, inputs, {}, requires=(requires,))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @STYLES
 def test_compile(fuselage, device, backend, style):

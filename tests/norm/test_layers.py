@@ -96,6 +96,7 @@ def outputs_and_gradients(module, x, grad_out) -> list[torch.Tensor]:
     return [out.detach(), leaf.grad, module.weight.grad.clone()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_layer(fuselage, device, kernelized, name, mode):
@@ -176,6 +177,7 @@ def test_llama_generates_the_same_tokens(fuselage, device, kernelized, mode):
     assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
 
 
+@pytest.mark.long
 def test_llama_does_not_drift(fuselage, device, kernelized):
     """bfloat16 logits are as close to the float32 model's with our norms as with PyTorch's."""
     ratios = []

@@ -255,6 +255,7 @@ def test_bad_inputs(fuselage, device, fused):
 # torch.compile, autocast, graphs
 
 
+@pytest.mark.long
 @each_style
 @each_fused
 def test_compiled_without_recompiles(fuselage, device, fused, style):

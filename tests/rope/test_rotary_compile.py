@@ -54,6 +54,7 @@ def check_compiled(kernel, device, name, case, backend, *, training: bool) -> No
         assert counter.none_since_the_first_call(), f"recompiled for {batch}, {tokens}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize(
@@ -73,6 +74,7 @@ def test_compile(fuselage, device, name, case, training):
     check_compiled(fuselage, device, name, case, "aot_eager", training=training)
 
 
+@pytest.mark.long
 def test_compile_with_inductor(fuselage, device):
     check_compiled(fuselage, device, "qk_norm_rotary", Case(), "inductor", training=True)
 
@@ -81,6 +83,7 @@ def test_compile_with_inductor_of_rotary(fuselage, device):
     check_compiled(fuselage, device, "apply_rotary", Case(heads_dim=1), "inductor", training=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_compile_with_strided_inputs(fuselage, device, name):
     """Transposed views, q alone, and gradients through the work around it."""

@@ -38,6 +38,7 @@ def check(fuselage, logits, draws, *, seed, temperature=1.0):
     return counts, p
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", [0.0, 1.0, 3.0])
 @pytest.mark.parametrize(("vocab", "draws"), [(100, 400_000), (512, 100_000)])
 def test_chi_squared(fuselage, device, vocab, draws, scale):

@@ -130,6 +130,7 @@ def test_log_probabilities_of_many_equal_logits(fuselage, device, vocab):
     assert 0 <= result.tokens.item() < vocab
 
 
+@pytest.mark.long
 def test_top_p_of_many_equal_logits(fuselage, device):
     """Half of them have 1 / (1 + 1/e) = 0.731 of the probability."""
     half = 2**24
@@ -147,6 +148,7 @@ def test_top_p_of_many_equal_logits(fuselage, device):
         assert (result.filtered_logprobs - (logits_of - math.log(kept))).abs().max() < 4e-6
 
 
+@pytest.mark.long
 def test_a_head_of_many_equal_logits(fuselage, device):
     vocab, cut = 2**24 + 2**20, 2**24
     hidden = torch.zeros(1, 8, dtype=torch.bfloat16, device=device)

@@ -35,6 +35,7 @@ def quantiles(fuselage, device: str, begin: int, end: int) -> np.ndarray:
     return np.exp(-np.exp(-noises))
 
 
+@pytest.mark.long
 def test_any_position_may_have_the_smallest_exponential(fuselage, device):
     noises = np.stack([noise(fuselage, device, GROUP + i) for i in range(16)])
     key = (SEEDS[:, None], OFFSETS[:, None], 0, np.arange(SAMPLES))
@@ -67,6 +68,7 @@ def test_great_noises_of_a_group_are_as_many_as_of_independent_ones(fuselage, de
     assert abs(reference.chi_squared(counts, DRAWS * np.array(chance))) < LIMIT
 
 
+@pytest.mark.long
 def test_any_two_noises_are_independent(fuselage, device):
     """Of a group and the logits on both sides of it."""
     values = quantiles(fuselage, device, -1, 17)
