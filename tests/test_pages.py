@@ -54,6 +54,9 @@ def wrong_calls(fuselage: ModuleType) -> dict:
         (gradient,) = torch.autograd.grad(fuselage.silu(leaf).sum(), leaf, create_graph=True)
         gradient.sum().backward()
 
+    def of_head(x):
+        return fuselage.linear_cross_entropy(x, x, torch.zeros(len(x), dtype=torch.int64))
+
     needs = table.clone().requires_grad_()
     return {
         "must be float16": lambda: fuselage.silu(x.double()),
@@ -65,6 +68,7 @@ def wrong_calls(fuselage: ModuleType) -> dict:
         "writes over": lambda: fuselage.bias_act_(x.clone().requires_grad_(), None, "silu"),
         "out of memory": lambda: fuselage.rms_norm(x[0].expand(1 << 45, -1)),
         "forward-mode": lambda: torch.func.jvp(fuselage.silu, (x,), (x,)),
+        "by torch.func": lambda: torch.func.grad(of_head)(x),
         "No module named": lambda: importlib.import_module("fuselage"),
     }
 

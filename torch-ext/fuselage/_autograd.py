@@ -15,25 +15,69 @@ from ._ops import add_op_namespace_prefix, ops
 # Inside a Function the op is called past its own, registered autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
+# Whether a call is within transforms of torch.func, as grad and vmap. Dynamo cannot trace that, but
+# traces within the transforms: so it asks the second one, once for a graph.
+_are_active = torch._C._are_functorch_transforms_active
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
-def needs_grad(a: torch.Tensor, b: Optional[torch.Tensor] = None) -> bool:
+
+def _are_traced() -> bool:
+    return _are_active()
+
+
+# NOTE: as torch.compiler.assume_constant_result does it, which imports Dynamo.
+_are_traced._dynamo_marked_constant = True
+
+
+def transforms_are_active() -> bool:
+    """Whether this call is within transforms of torch.func."""
+    return _are_traced() if _is_dynamo_compiling() else _are_active()
+
+
+def needs_grad(
+    a: torch.Tensor,
+    b: Optional[torch.Tensor] = None,
+    c: Optional[torch.Tensor] = None,
+    d: Optional[torch.Tensor] = None,
+) -> bool:
     """Whether a result of these inputs must carry a gradient."""
     if forward_ad._current_level >= 0:
-        _no_forward_mode(a, b)
+        _no_forward_mode(a, b, c, d)
     try:
-        return (a.requires_grad or (b is not None and b.requires_grad)) and torch.is_grad_enabled()
+        needs = (
+            a.requires_grad
+            or (b is not None and b.requires_grad)
+            or (c is not None and c.requires_grad)
+            or (d is not None and d.requires_grad)
+        )
     except AttributeError:  # not a tensor
         refuse_wrong_kinds()
         raise
+    if not torch.is_grad_enabled():
+        return False
+    if not needs and (_are_traced() if _is_dynamo_compiling() else _are_active()):
+        needs = any(t is not None and is_tracked(t) for t in (a, b, c, d))
+    return needs
+
+
+def is_tracked(t: torch.Tensor) -> bool:
+    """Whether `t` requires a gradient, or what transforms of torch.func have wrapped in it does.
+
+    Within transforms Dynamo breaks the graph here.
+    """
+    functorch = torch._C._functorch
+    while not t.requires_grad:
+        if not transforms_are_active() or not functorch.is_functorch_wrapped_tensor(t):
+            return False
+        t = functorch.get_unwrapped(t)
+    return True
 
 
 def some_need_grad(x: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
-    if needs_grad(x):
+    """`needs_grad` of any number, three others at a time."""
+    if needs_grad(x, *others[:3]):
         return True
-    for t in others:  # noqa: SIM110, as any() of a generator takes half as long again
-        if t is not None and needs_grad(t):
-            return True
-    return False
+    return len(others) > 3 and some_need_grad(x, *others[3:])
 
 
 def _no_forward_mode(*tensors: Optional[torch.Tensor]) -> None:
@@ -61,12 +105,13 @@ def differentiable(
     backward: Callable,
     results: Optional[int] = None,
     called: Optional[Callable] = None,
+    transforms: bool = True,
 ) -> Callable:
     """The way of calling an op where an input requires a gradient: `call(*inputs)` of all of them.
 
-    The `*_fwd` op gets its gradient twice, of one description: as a Function in eager mode, and as
-    a backward that is registered with the op, for torch.compile and autocast
-    (docs/design-decisions.md has the measurements behind this).
+    The `*_fwd` op gets its gradient three times, of one description: as a Function in eager mode,
+    as Functions for transforms of torch.func, and as a backward that is registered with the op, for
+    torch.compile and autocast (docs/design-decisions.md has the measurements behind this).
 
     Args:
         name: Of the plain op.
@@ -77,6 +122,8 @@ def differentiable(
         results: So many of the `*_fwd` op's outputs are results; those after them are for `save`
             alone. None for an op of one output, which `backward` always gets a gradient of.
         called: `called(ctx)` is the name of the public function, where that is not the op's.
+        transforms: Whether there is a gradient under transforms of torch.func. Not where `save`
+            leaves tensors on `ctx` itself.
     """
     overload = getattr(ops, f"{name}_fwd").default
     nothing = (None,) * len(overload._schema.arguments)
@@ -104,10 +151,7 @@ def differentiable(
 
     def gradients(ctx, *grads):
         if torch.is_grad_enabled():  # the gradient itself would silently have a wrong one
-            raise RuntimeError(
-                f"fuselage::{called(ctx) if called else name}: the backward is not differentiable, "
-                "create_graph=True not supported"
-            )
+            raise RuntimeError(_not_differentiable(called(ctx) if called else name))
         if grads[0] is None and all(grad is None for grad in grads):
             return nothing
         found = backward(ctx, *grads)
@@ -121,15 +165,10 @@ def differentiable(
         lambda ctx, *grads: gradients(ctx, *grads[:results]),
         setup_context=setup_context,
     )
-    body = {
-        "forward": staticmethod(forward_of_several if several else forward),
-        "backward": staticmethod(gradients),
-    }
-    apply = types.new_class(
-        "".join(word.capitalize() for word in name.split("_")),
-        (torch.autograd.Function,),
-        exec_body=lambda namespace: namespace.update(body),
-    ).apply
+    apply = _function(name, {}, forward_of_several if several else forward, gradients)
+    transformed = _refused_transforms(name)
+    if transforms:
+        transformed = _for_transforms(name, overload, save, backward, results, called)
     is_compiling, is_autocast_enabled = (
         torch.compiler.is_compiling,
         torch._C._is_any_autocast_enabled,
@@ -137,11 +176,103 @@ def differentiable(
 
     def call(*inputs):
         # torch.compile knows no other; and what autocast casts is recorded before the op.
-        if is_compiling() or is_autocast_enabled():
+        if is_compiling():
+            return overload(*inputs)[shown] if several else overload(*inputs)
+        if _are_active():
+            return transformed(*inputs)[shown] if several else transformed(*inputs)
+        if is_autocast_enabled():
             return overload(*inputs)[shown] if several else overload(*inputs)
         return apply(*inputs)
 
     return call
+
+
+def _for_transforms(name, overload, save, backward, results, called) -> Callable:
+    """The call of `differentiable` under transforms of torch.func, with all outputs of the op.
+
+    Those take Functions alone whose `forward` has no `ctx`, and run its parts at the levels of each
+    transform. They ask for a graph of every gradient, which must raise only if that is
+    differentiated: so the gradient is a Function, too, of all tensors that it is made of.
+    """
+
+    def forward(*inputs):
+        if torch._C._is_any_autocast_enabled():
+            raise RuntimeError(
+                f"fuselage::{name}: no gradient by torch.func under autocast; cast the inputs"
+            )
+        with below_autograd():
+            return overload(*inputs)
+
+    def setup_context(ctx, inputs, output):
+        kept = _Kept(ctx.needs_input_grad)
+        save(kept, inputs, output)
+        ctx.save_for_backward(*kept.take())
+        ctx.kept = kept
+
+    def gradients(ctx, *grads):
+        grads = grads[:results]
+        found = gradient(ctx.kept, len(grads), *grads, *ctx.saved_tensors)
+        return found + (None,) * (len(ctx.needs_input_grad) - len(found))
+
+    def forward_of_gradient(kept, count, *tensors):
+        kept.saved_tensors = tensors[count:]
+        with below_autograd():
+            found = backward(kept, *tensors[:count])
+        kept.take()
+        return tuple(grad if need else None for grad, need in zip(found, kept.needs_input_grad))
+
+    def keep_nothing(ctx, inputs, output):
+        ctx.kept = inputs[0]
+
+    def refuse(ctx, *grads):
+        raise RuntimeError(_not_differentiable(called(ctx.kept) if called else name))
+
+    rule = {"generate_vmap_rule": True}
+    gradient = _function(
+        f"{name}_gradient", rule, forward_of_gradient, refuse, setup_context=keep_nothing
+    )
+    return _function(name, rule, forward, gradients, setup_context=setup_context)
+
+
+class _Kept:
+    """What `save` keeps of a call under transforms: it stands in for a `ctx`."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]):
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors = ()
+
+    def save_for_backward(self, *tensors: Optional[torch.Tensor]) -> None:
+        self.saved_tensors = tensors
+
+    def take(self) -> tuple[Optional[torch.Tensor], ...]:
+        """What is saved, which is not kept here: it belongs to a level of the transforms."""
+        saved, self.saved_tensors = self.saved_tensors, ()
+        return saved
+
+    def mark_non_differentiable(self, *outputs: torch.Tensor) -> None:
+        """Their gradients come as zeros, and `backward` does not look at them."""
+
+
+def _refused_transforms(name: str) -> Callable:
+    def call(*inputs):
+        raise RuntimeError(f"fuselage::{name}: no gradient by torch.func; use backward()")
+
+    return call
+
+
+def _function(name: str, values: dict, forward, backward, **methods: Callable) -> Callable:
+    """`apply` of a Function."""
+    methods |= {"forward": forward, "backward": backward}
+    body = values | {key: staticmethod(method) for key, method in methods.items()}
+    return types.new_class(
+        "".join(word.capitalize() for word in name.split("_")),
+        (torch.autograd.Function,),
+        exec_body=lambda namespace: namespace.update(body),
+    ).apply
+
+
+def _not_differentiable(op: str) -> str:
+    return f"fuselage::{op}: the backward is not differentiable, create_graph=True not supported"
 
 
 def mark_written(*tensors: torch.Tensor) -> None:

@@ -336,7 +336,7 @@ def add_mul_act(
     Source: the sum of a frozen linear layer and its low-rank adaptation: Hu et al., "LoRA", 2021.
     """
     number = number_of("add_mul_act", "activation", activation, _NUMBERS)
-    if needs_grad(x, bias) or needs_grad(y):
+    if needs_grad(x, bias, y):
         return _differentiable_add_mul_act(x, bias, y, alpha, number)
     return _add_mul_act(x, bias, y, alpha, number)
 
@@ -361,7 +361,7 @@ def add_mul_act_(
     Raises:
         RuntimeError: As `add_mul_act`, and where a gradient would be needed.
     """
-    if needs_grad(x, bias) or needs_grad(y):
+    if needs_grad(x, bias, y):
         refuse_gradient("add_mul_act_", "add_mul_act")
     _add_mul_act_inplace(
         x, bias, y, alpha, number_of("add_mul_act_", "activation", activation, _NUMBERS)

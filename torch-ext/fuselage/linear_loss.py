@@ -534,10 +534,18 @@ def _needs(ctx) -> tuple[bool, ...]:
 
 
 _differentiable_cross_entropy = differentiable(
-    "linear_cross_entropy", save=_save_cross_entropy, backward=_cross_entropy_backward, results=1
+    "linear_cross_entropy",
+    save=_save_cross_entropy,
+    backward=_cross_entropy_backward,
+    results=1,
+    transforms=False,
 )
 _differentiable_log_probs = differentiable(
-    "linear_log_probs", save=_save_log_probs, backward=_log_probs_backward, results=4
+    "linear_log_probs",
+    save=_save_log_probs,
+    backward=_log_probs_backward,
+    results=4,
+    transforms=False,
 )
 
 _PRODUCT = Product(("hidden", "weight"), "bias", float32=("token_weights",))

@@ -12,7 +12,13 @@ import torch
 
 from ._arguments import number_of
 from ._autocast import Rule, register_autocast
-from ._autograd import differentiable, mark_written, needs_grad
+from ._autograd import (
+    differentiable,
+    is_tracked,
+    mark_written,
+    needs_grad,
+    transforms_are_active,
+)
 from ._fake import (
     fake_kernel_of,
     floats_of_rows,
@@ -162,7 +168,8 @@ def log_probs(
 
 
 def refuse_gradient_of_weights(op: str, token_weights) -> None:
-    if getattr(token_weights, "requires_grad", False):  # or no tensor, which the op refuses
+    # What is no tensor, the op refuses.
+    if isinstance(token_weights, torch.Tensor) and is_tracked(token_weights):
         raise RuntimeError(f"fuselage::{op}: `token_weights` has no gradient; detach it")
 
 
@@ -176,6 +183,8 @@ def _refuse_gradients(logits, token_weights, inplace_backward) -> None:
             f"{op}: `inplace_backward` is not supported under torch.compile, which reuses memory "
             "by itself"
         )
+    if transforms_are_active():
+        raise RuntimeError(f"{op}: `inplace_backward` is not supported by torch.func")
     if logits.is_leaf:
         raise RuntimeError(
             f"{op}: `inplace_backward` would write over `logits`, which is a leaf and needed again"

@@ -125,7 +125,7 @@ def fused_add_rms_norm(
 
     Source: the pre-norm residual block of Llama and its descendants.
     """
-    if needs_grad(x, weight) or needs_grad(residual):
+    if needs_grad(x, weight, residual):
         return _differentiable_fused_add_rms_norm(
             x, residual, weight, eps, weight_offset, cast_before_weight, out_dtype
         )
@@ -157,7 +157,7 @@ def fused_add_rms_norm_(
     Raises:
         RuntimeError: As `fused_add_rms_norm`, and where a gradient would be needed.
     """
-    if needs_grad(x, weight) or needs_grad(residual):
+    if needs_grad(x, weight, residual):
         refuse_gradient("fused_add_rms_norm_", "fused_add_rms_norm")
     _fused_add_rms_norm_inplace(x, residual, weight, eps, weight_offset, cast_before_weight)
     mark_written(x, residual)

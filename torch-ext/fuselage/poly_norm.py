@@ -47,7 +47,7 @@ def poly_norm(
 
     Source: Zhuo et al., "Polynomial Composition Activations", 2024; the Motif models.
     """
-    if needs_grad(x, weight) or needs_grad(bias):
+    if needs_grad(x, weight, bias):
         return _differentiable_poly_norm(x, weight, bias, eps)
     return _poly_norm(x, weight, bias, eps)
 
@@ -79,7 +79,7 @@ def fused_mul_poly_norm(
 
     Source: the gated MLP of the Motif models.
     """
-    if needs_grad(x, mul) or needs_grad(weight, bias):
+    if needs_grad(x, mul, weight, bias):
         return _differentiable_fused_mul_poly_norm(x, mul, weight, bias, eps, mul_first)
     return _fused_mul_poly_norm(x, mul, weight, bias, eps, mul_first)
 
@@ -127,7 +127,7 @@ def grouped_poly_norm(
     Source: the mixture-of-experts layers of the Motif models.
     """
     options = (offs, eps, mul_first, hidden_clamp)
-    if needs_grad(x, mul) or needs_grad(weight, bias):
+    if needs_grad(x, mul, weight, bias):
         return _differentiable_grouped_poly_norm(x, mul, weight, bias, *options)
     return _grouped_poly_norm(x, mul, weight, bias, *options)
 

@@ -189,10 +189,7 @@ def qk_norm_rotary(
         *(q, k, q_weight, k_weight, cos, sin, position_ids, offsets, offset),
         *(eps, weight_offset, cast_before_weight, interleaved, heads_dim, rotary_dim),
     )
-    if needs_grad(q, k) or (
-        (q_weight is not None or k_weight is not None)
-        and needs_grad(q if q_weight is None else q_weight, k_weight)
-    ):
+    if needs_grad(q, k, q_weight, k_weight):
         outs = _differentiable_qk_norm_rotary(*args)
     else:
         outs = _qk_norm_rotary(*args)
