@@ -15,7 +15,13 @@ from pathlib import Path
 import pytest
 from builder.compile import Toolchain, Unit, ninja_file
 from builder.config import BACKENDS, load
-from builder.costs import MOST_BYTES, MOST_SECONDS, MOST_T4_BYTES, SECONDS_SUFFIX
+from builder.costs import (
+    MOST_BYTES,
+    MOST_SECONDS,
+    MOST_T4_BYTES,
+    TIMES_SUFFIX,
+    YARDSTICK_SECONDS,
+)
 from builder.errors import BuildError
 from builder.fatbin import code_bytes
 from builder.includes import included_headers
@@ -410,9 +416,16 @@ def fat_binary(*entries: tuple[int, int, int]) -> bytes:
 
 
 def planted_build(
-    folder: Path, library_bytes: int, seconds: dict[str, float], t4_bytes: int = 0
+    folder: Path,
+    library_bytes: int,
+    seconds: dict[str, float],
+    t4_bytes: int = 0,
+    slower: float = 1.0,
 ) -> Path:
-    """The output folder of a CUDA build of those files, as far as check_size.py looks at it."""
+    """The output folder of a CUDA build of those files, as far as check_size.py looks at it.
+
+    It was made on cores that take `slower` times as long, for all they do.
+    """
     name = "torch-stable-abi210-cu130-x86_64-linux"
     work = folder / ".work" / name
     (folder / name).mkdir(parents=True)
@@ -425,7 +438,9 @@ def planted_build(
         path = work / "obj" / f"{source}.o"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"object")
-        path.with_name(path.name + SECONDS_SUFFIX).write_text(f"{taken}\n")
+        path.with_name(path.name + TIMES_SUFFIX).write_text(
+            f"{slower * taken} {slower * YARDSTICK_SECONDS}\n"
+        )
         lines.append(f"build ../obj/{source}.o: cuda {source} | toolchain.txt\n  flags = -O3")
     lines.append("build ../lib/_fuselage.abi3.so: link ../obj/norm/a.cu.o ../obj/gate/b.cu.o")
     (work / "build.ninja").write_text("\n".join(lines) + "\n")
@@ -450,6 +465,17 @@ def test_a_build_within_the_bars_passes_and_is_listed_by_file(tmp_path: Path):
     assert lines[3].split()[:2] == [f"{MOST_SECONDS:.1f}", f"{MOST_BYTES / 1e6:.2f}"]
 
 
+def test_the_bar_of_time_is_for_cores_of_one_speed(tmp_path: Path):
+    """CI once failed with 3247 CPU seconds for what had taken 2219, on cores 0.68 as fast."""
+    files = {"norm/a.cu": HALF - 20, "gate/b.cu": HALF - 20}
+    result = check_size(planted_build(tmp_path / "slow", 1, files, slower=1.5))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "measured: its cores are 0.67 as fast" in result.stdout
+    files["norm/a.cu"] += 60
+    result = check_size(planted_build(tmp_path / "fast", 1, files, slower=0.8))
+    assert result.returncode == 1 and "compiling took 46.3 CPU minutes" in result.stdout
+
+
 def test_code_for_a_t4_has_a_bar_of_its_own(tmp_path: Path):
     files = {"norm/a.cu": HALF, "gate/b.cu": HALF}
     result = check_size(planted_build(tmp_path, MOST_BYTES + MOST_T4_BYTES, files, MOST_T4_BYTES))
@@ -464,7 +490,7 @@ def test_code_for_a_t4_has_a_bar_of_its_own(tmp_path: Path):
         # The whole has no more than it may: 40 and 6 MB.
         (MOST_BYTES + 6 * 10**6, 5 * 10**6, HALF, "without code for 7.5 has 41.0 MB, more than 40"),
         (MOST_BYTES, 7 * 10**6, HALF, "code for 7.5 has 7.0 MB, more than 6"),
-        (MOST_BYTES, 0, HALF + 60, "compiling took 41.0 CPU minutes, more than 40"),
+        (MOST_BYTES, 0, HALF + 60, "compiling took 47.0 CPU minutes, more than 46"),
     ],
 )
 def test_a_build_beyond_a_bar_fails(
@@ -488,9 +514,9 @@ def test_code_is_weighed_by_gpu(tmp_path: Path):
 
 def test_a_build_without_times_is_not_taken_for_a_fast_one(tmp_path: Path):
     folder = planted_build(tmp_path, 1, {"norm/a.cu": 1.0, "gate/b.cu": 1.0})
-    next(folder.rglob(f"a.cu.o{SECONDS_SUFFIX}")).unlink()
+    next(folder.rglob(f"a.cu.o{TIMES_SUFFIX}")).unlink()
     result = check_size(folder)
-    assert result.returncode == 1 and f"a.cu.o{SECONDS_SUFFIX} is missing" in result.stderr
+    assert result.returncode == 1 and f"a.cu.o{TIMES_SUFFIX} is missing" in result.stderr
     assert check_size(tmp_path / "nothing").returncode == 1
 
 
@@ -506,13 +532,13 @@ def test_cuda_builds_time_every_file():
     commands = re.findall(r"command = (.*) -c \$in -o \$out", ninja)
     assert len(commands) == 2
     for command, compiler in zip(commands, ("g++", "nvcc"), strict=True):
-        assert f"{TIMED} $out{SECONDS_SUFFIX} {compiler}" in command
+        assert f"{TIMED} $out{TIMES_SUFFIX} {compiler}" in command
 
 
 @pytest.mark.long
 def test_cpu_time_is_measured(tmp_path: Path):
     """With that of the compiler's own processes, as cicc is nvcc's, and without its waiting."""
-    times = tmp_path / "a.o.seconds"
+    times = tmp_path / "a.o.times"
     work = "import time\nwhile time.process_time() < 0.5: pass"
     child = (
         "import subprocess, sys, time\n"
@@ -520,4 +546,5 @@ def test_cpu_time_is_measured(tmp_path: Path):
     )
     result = run([sys.executable, TIMED, times, sys.executable, "-c", child])
     assert result.returncode == 3
-    assert 0.5 <= float(times.read_text()) < 1.5
+    command, yardstick = map(float, times.read_text().split())
+    assert 0.5 <= command < 1.5 and yardstick > 0

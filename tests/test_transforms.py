@@ -172,6 +172,7 @@ def test_without_gradients_nothing_is_recorded(fuselage, device):
     assert func.grad(lambda y: (y * fuselage.silu(x)).sum())(x).grad_fn is None
 
 
+@pytest.mark.long
 def test_compiled(fuselage, device):
     """Dynamo leaves it to eager mode, and says so where it may not."""
     loss, tensors = call_of(fuselage, "fused_add_rms_norm", device)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .archs import number, supported
 from .config import BuildConfig, Section
-from .costs import SECONDS_SUFFIX
+from .costs import TIMES_SUFFIX
 from .errors import BuildError
 from .includes import included_headers
 from .sources import resolve_include
@@ -348,7 +348,7 @@ def ninja_file(units: list[Unit], tools: Toolchain, backend: str, library: str, 
         compilers["hip"] = tools.hip.path
     timed = ""
     if backend == "cuda":
-        timed = f"{sys.executable} {Path(__file__).with_name('timed.py')} $out{SECONDS_SUFFIX} "
+        timed = f"{sys.executable} {Path(__file__).with_name('timed.py')} $out{TIMES_SUFFIX} "
     lines = ["builddir = ..", "pool gpu", f"  depth = {max(1, jobs // nvcc_threads(units, jobs))}"]
     for rule, compiler in compilers.items():
         lines += [
