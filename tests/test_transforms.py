@@ -133,6 +133,26 @@ def test_shared_weights_of_samples(fuselage, device):
     assert_same(actual, [backward(loss, (row, weight))[1] for row in x])
 
 
+def test_a_model_of_modules(fuselage, device):
+    """The gradient of each sample by itself, as in training with differential privacy."""
+    nn, modules = torch.nn, fuselage.modules
+    layers = (nn.Linear(8, 8), modules.RMSNorm(8), nn.Linear(8, 16), modules.SiluAndMul())
+    model = nn.Sequential(*layers).to(device)
+    names = [name for name, _ in model.named_parameters()]
+
+    def loss(x, *parameters):
+        given = dict(zip(names, parameters, strict=True))
+        return func.functional_call(model, given, (x,)).square().sum()
+
+    parameters = tuple(t.detach() for t in model.parameters())
+    each = [normal((3, 8), torch.float32, device) for _ in range(SAMPLES)]
+    own = (0, *(None for _ in names))
+    found = func.vmap(func.grad(loss, every(own)[1:]), own)(torch.stack(each), *parameters)
+    expected = [backward(loss, (x, *parameters))[1:] for x in each]
+    for actual, grads in zip(found, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(actual, torch.stack(grads))  # PyTorch's products of all samples
+
+
 def test_jacrev(fuselage, device):
     x = normal((4,), torch.float32, device)
     jacobian = func.jacrev(fuselage.silu)(x)
