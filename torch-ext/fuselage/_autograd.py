@@ -53,11 +53,10 @@ def needs_grad(
     except AttributeError:  # not a tensor
         refuse_wrong_kinds()
         raise
-    if not torch.is_grad_enabled():
-        return False
-    if not needs and (_are_traced() if _is_dynamo_compiling() else _are_active()):
-        needs = any(t is not None and is_tracked(t) for t in (a, b, c, d))
-    return needs
+    if needs or not (_are_traced() if _is_dynamo_compiling() else _are_active()):
+        return needs and torch.is_grad_enabled()
+    given = [t for t in (a, b, c, d) if t is not None]
+    return torch.is_grad_enabled() and any(is_tracked(t) for t in given)
 
 
 def is_tracked(t: torch.Tensor) -> bool:
