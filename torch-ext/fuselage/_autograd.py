@@ -15,23 +15,17 @@ from ._ops import add_op_namespace_prefix, ops
 # Inside a Function the op is called past its own, registered autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
-# Whether a call is within transforms of torch.func, as grad and vmap. Dynamo cannot trace that, but
-# traces within the transforms: so it asks the second one, once for a graph.
 _are_active = torch._C._are_functorch_transforms_active
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-
-
-def _are_traced() -> bool:
-    return _are_active()
-
-
-# NOTE: as torch.compiler.assume_constant_result does it, which imports Dynamo.
-_are_traced._dynamo_marked_constant = True
 
 
 def transforms_are_active() -> bool:
-    """Whether this call is within transforms of torch.func."""
-    return _are_traced() if _is_dynamo_compiling() else _are_active()
+    """Whether this call is within transforms of torch.func, as grad and vmap."""
+    return _are_active()
+
+
+# Dynamo cannot trace that, but traces within the transforms: so it asks, once for a graph. NOTE: as
+# torch.compiler.assume_constant_result does it, which imports Dynamo.
+transforms_are_active._dynamo_marked_constant = True
 
 
 def needs_grad(
@@ -53,7 +47,7 @@ def needs_grad(
     except AttributeError:  # not a tensor
         refuse_wrong_kinds()
         raise
-    if needs or not (_are_traced() if _is_dynamo_compiling() else _are_active()):
+    if needs or not transforms_are_active():
         return needs and torch.is_grad_enabled()
     given = [t for t in (a, b, c, d) if t is not None]
     return torch.is_grad_enabled() and any(is_tracked(t) for t in given)
