@@ -122,6 +122,7 @@ def differentiable(
     nothing = (None,) * len(overload._schema.arguments)
     shown = 0 if results == 1 else slice(results)
     several = results is not None
+    called = called or (lambda ctx: name)
 
     def forward(ctx, *inputs):
         with below_autograd():
@@ -144,7 +145,7 @@ def differentiable(
 
     def gradients(ctx, *grads):
         if torch.is_grad_enabled():  # the gradient itself would silently have a wrong one
-            raise RuntimeError(_not_differentiable(called(ctx) if called else name))
+            raise RuntimeError(_not_differentiable(called(ctx)))
         if grads[0] is None and all(grad is None for grad in grads):
             return nothing
         found = backward(ctx, *grads)
@@ -158,10 +159,12 @@ def differentiable(
         lambda ctx, *grads: gradients(ctx, *grads[:results]),
         setup_context=setup_context,
     )
-    apply = _function(name, {}, forward_of_several if several else forward, gradients)
-    transformed = _refused_transforms(name)
-    if transforms:
-        transformed = _for_transforms(name, overload, save, backward, results, called)
+    apply = _function(name, forward_of_several if several else forward, gradients)
+    transformed = (
+        _for_transforms(name, overload, save, backward, results, called)
+        if transforms
+        else _refused_transforms(name)
+    )
     is_compiling, is_autocast_enabled = (
         torch.compiler.is_compiling,
         torch._C._is_any_autocast_enabled,
@@ -169,13 +172,13 @@ def differentiable(
 
     def call(*inputs):
         # torch.compile knows no other; and what autocast casts is recorded before the op.
-        if is_compiling():
-            return overload(*inputs)[shown] if several else overload(*inputs)
-        if _are_active():
-            return transformed(*inputs)[shown] if several else transformed(*inputs)
-        if is_autocast_enabled():
-            return overload(*inputs)[shown] if several else overload(*inputs)
-        return apply(*inputs)
+        if is_compiling() or (is_autocast_enabled() and not _are_active()):
+            outputs = overload(*inputs)
+        elif _are_active():
+            outputs = transformed(*inputs)
+        else:
+            return apply(*inputs)
+        return outputs[shown] if several else outputs
 
     return call
 
@@ -218,13 +221,10 @@ def _for_transforms(name, overload, save, backward, results, called) -> Callable
         ctx.kept = inputs[0]
 
     def refuse(ctx, *grads):
-        raise RuntimeError(_not_differentiable(called(ctx.kept) if called else name))
+        raise RuntimeError(_not_differentiable(called(ctx.kept)))
 
-    rule = {"generate_vmap_rule": True}
-    gradient = _function(
-        f"{name}_gradient", rule, forward_of_gradient, refuse, setup_context=keep_nothing
-    )
-    return _function(name, rule, forward, gradients, setup_context=setup_context)
+    gradient = _function(f"{name}_gradient", forward_of_gradient, refuse, keep_nothing)
+    return _function(name, forward, gradients, setup_context)
 
 
 class _Kept:
@@ -253,10 +253,13 @@ def _refused_transforms(name: str) -> Callable:
     return call
 
 
-def _function(name: str, values: dict, forward, backward, **methods: Callable) -> Callable:
-    """`apply` of a Function."""
-    methods |= {"forward": forward, "backward": backward}
-    body = values | {key: staticmethod(method) for key, method in methods.items()}
+def _function(
+    name: str, forward: Callable, backward: Callable, setup_context: Optional[Callable] = None
+) -> Callable:
+    """`apply` of a Function; of one for transforms, if it has a `setup_context`."""
+    body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    if setup_context is not None:
+        body |= {"setup_context": staticmethod(setup_context), "generate_vmap_rule": True}
     return types.new_class(
         "".join(word.capitalize() for word in name.split("_")),
         (torch.autograd.Function,),
