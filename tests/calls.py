@@ -131,6 +131,12 @@ def call_of(name: str, dtype: torch.dtype, device: str) -> dict:
     return op.inputs(shape, dtype, device) | options | numbers
 
 
+def is_differentiable(name: str, value) -> bool:
+    """Whether an argument of that name may have a gradient, in most functions."""
+    others = ("cos", "sin", "token_weights")
+    return isinstance(value, Tensor) and value.is_floating_point() and name not in others
+
+
 def other_tensors(t: Tensor) -> Iterator[tuple[str, Tensor | None]]:
     """Tensors that an op may or may not accept in place of `t`."""
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64):

@@ -158,9 +158,8 @@ def ranks(request: pytest.FixtureRequest, started_ranks: dict):
     return started_ranks[request.param]
 
 
-@pytest.fixture(autouse=True)
-def seed() -> int:
-    """Seeds every generator before each test, so that a failure repeats.
+def seed_generators() -> int:
+    """Seeds every generator.
 
     NOTE: not by `torch.manual_seed`, which formats a stack for each kind of device that is not
     there, and keeps all of them. With logging's plugin (pytest.ini) that was 4 of the 11 ms that a
@@ -172,6 +171,12 @@ def seed() -> int:
     if "cuda" in DEVICES:
         torch.cuda.manual_seed_all(value)
     return value
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Seeds every generator before each test, so that a failure repeats."""
+    return seed_generators()
 
 
 @pytest.fixture(autouse=True)

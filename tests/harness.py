@@ -107,6 +107,10 @@ def assert_same_bits(actual: Tensor, expected: Tensor, label: str) -> None:
     assert not different.any(), f"{label}: {different.sum().item()} of {different.numel()} differ"
 
 
+def as_tuple(results) -> tuple:
+    return results if isinstance(results, tuple) else (results,)
+
+
 # Operators
 
 
@@ -208,8 +212,7 @@ class Operator:
         return tuple(name for name, t in tensors.items() if t.is_floating_point())
 
     def _named(self, results) -> dict[str, Tensor]:
-        results = results if isinstance(results, tuple) else (results,)
-        return dict(zip(self.outputs, results, strict=True))
+        return dict(zip(self.outputs, as_tuple(results), strict=True))
 
 
 # Inputs

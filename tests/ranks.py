@@ -134,7 +134,7 @@ def _serve(pipe, index: int, count: int, device: str, store: str) -> None:
         world_size=count,
         timeout=timedelta(seconds=SECONDS / 2),
     )
-    from conftest import REPO_ID, VERSION, kernel_backend
+    from conftest import REPO_ID, VERSION, kernel_backend, seed_generators
     from kernels import get_kernel
 
     kernel = get_kernel(REPO_ID, version=VERSION, backend=kernel_backend())
@@ -144,7 +144,7 @@ def _serve(pipe, index: int, count: int, device: str, store: str) -> None:
             function, arguments = pipe.recv()
         except EOFError:
             return
-        torch.manual_seed(20261121)
+        seed_generators()
         try:
             answer = True, function(rank, *arguments)
         except BaseException:

@@ -6,7 +6,8 @@ import calls
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_same_bits, normal
+from calls import is_differentiable
+from harness import as_tuple, assert_same_bits, normal
 from torch import Tensor
 
 NORMS = (
@@ -58,14 +59,6 @@ def mixed_call(name: str, mixture: str, device: str) -> dict:
 def widest_of_rows(call: dict) -> torch.dtype:
     dtypes = {call[n].dtype for n in ROWS if isinstance(call.get(n), Tensor)}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
-
-
-def as_tuple(results) -> tuple:
-    return results if isinstance(results, tuple) else (results,)
-
-
-def is_differentiable(name: str, value) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and name not in ("cos", "sin")
 
 
 def results_and_gradients(function, call: dict, training: bool) -> tuple[list, list]:

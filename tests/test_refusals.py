@@ -10,6 +10,7 @@ import typing
 import calls
 import pytest
 import torch
+from harness import as_tuple
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -107,8 +108,7 @@ def outcome(function, call: dict, requires_grad: bool):
         return type(error), re.sub(
             r"\((cpu|meta)\), got (cpu|meta)", "(device), got another", str(error)
         )
-    results = results if isinstance(results, tuple) else (results,)
-    given = (t for t in results if t is not None)
+    given = (t for t in as_tuple(results) if t is not None)
     return [(tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in given]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import calls
 import pytest
 import torch
-from harness import assert_same_bits, normal
+from calls import is_differentiable
+from harness import as_tuple, assert_same_bits, normal
 from torch import Tensor, func
 
 # One of each description of a gradient (`differentiable`).
@@ -35,8 +36,6 @@ FUNCTIONS = (
     "swiglu_clamped",
     "topk_softmax",
 )
-# Floats that have no gradient.
-OTHERS = {"cos", "sin", "token_weights"}
 SAMPLES = 3
 
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
@@ -46,17 +45,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 def call_of(fuselage, name: str, device: str) -> tuple:
     """(loss of the tensors that have a gradient, these), with numbers of one sample."""
     call = calls.call_of(name, torch.float32, device)
-    others = OTHERS | ({"bias"} if name == "topk_softmax" else set())
-    names = [
-        n
-        for n, value in call.items()
-        if isinstance(value, Tensor) and value.is_floating_point() and n not in others
-    ]
+    names = [n for n, value in call.items() if is_differentiable(n, value)]
+    if name == "topk_softmax":
+        names.remove("bias")
 
     def loss(*tensors: Tensor) -> Tensor:
         results = getattr(fuselage, name)(**call | dict(zip(names, tensors, strict=True)))
-        results = results if isinstance(results, tuple) else (results,)
-        floats = [t for t in results if t is not None and t.is_floating_point()]
+        floats = [t for t in as_tuple(results) if t is not None and t.is_floating_point()]
         return sum((k + 1) * t.square().sum() for k, t in enumerate(floats))
 
     return loss, tuple(call[n] for n in names)
