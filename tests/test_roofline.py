@@ -75,6 +75,22 @@ def test_a_run_is_compared_and_merged():
     assert merged == {**run["cases"], "other": case(1.0)}
 
 
+def test_contenders_that_a_run_lacks_stay_with_their_commit():
+    peers = {"fuselage": {"us": 2.0}, "compile": {"us": 3.0}, "liger": {"us": 4.0}}
+    before = stored(one={**case(2.0), "contenders": peers})
+    run = stored(one=case(1.0, "b" * 40))
+    run["cases"]["one"]["contenders"]["compile"] = {"us": 3.1}
+    merged = history.merge(run, before)["cases"]["one"]
+    assert merged["commit"] == "b" * 40
+    assert merged["contenders"] == {
+        "fuselage": {"us": 1.0},
+        "compile": {"us": 3.1},
+        "liger": {"us": 4.0, "commit": before["cases"]["one"]["commit"]},
+    }
+    again = history.merge(stored(one=case(0.9, "c" * 40)), stored(one=merged))["cases"]["one"]
+    assert again["contenders"]["liger"] == merged["contenders"]["liger"]
+
+
 def test_what_a_run_began_with_does_not_replace_what_is_newer(monkeypatch):
     monkeypatch.setattr(history, "is_older", lambda commit, other: commit < other)
     before = stored(newer=case(1.0, "b" * 40), older=case(1.0))

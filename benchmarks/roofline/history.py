@@ -102,9 +102,20 @@ def compare(run: dict, stored: dict) -> list[str]:
     return [line for _, line in sorted(lines, key=lambda item: -item[0])]
 
 
+def with_peers(case: dict, before: dict | None) -> dict:
+    """A run's case, and those of its contenders that were measured before and not in the run, each
+    with the commit of its own.
+    """
+    if before is None or before["contenders"].keys() <= case["contenders"].keys():
+        return case
+    kept = {n: {"commit": before["commit"], **c} for n, c in before["contenders"].items()}
+    return {**case, "contenders": {**kept, **case["contenders"]}}
+
+
 def merge(run: dict, stored: dict) -> dict:
     """What is stored, with the run's cases and host sections in place of its own."""
-    new = {**run, "cases": fresh(run, stored)}
+    cases = {k: with_peers(c, stored["cases"].get(k)) for k, c in fresh(run, stored).items()}
+    new = {**run, "cases": cases}
     sections = {name: {**stored[name], **new[name]} for name in ("cases", "host")}
     return {**stored, "environment": run["environment"], "method": run["method"], **sections}
 
