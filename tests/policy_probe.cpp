@@ -594,6 +594,29 @@ void group_norm_grid(const DeviceInfo& device, const GroupNormInput& p, Report& 
                 "the order of a group's sums depends on the number of samples");
 }
 
+void group_norm_rows_grid(const DeviceInfo& device, const GroupNormInput& p,
+                          const GroupNormPolicy& policy, Report& report) {
+  const int vector = 16 / dtype_size(p.dtype);
+  for (int64_t first = 0; first < std::min<int64_t>(p.channels, 4096); first += vector) {
+    const int64_t last = std::min(first + vector, p.channels) - 1;
+    report.expect(last / p.group_channels - first / p.group_channels <
+                      group_norm_rows_slots(p.group_channels, vector),
+                  "groups without a pair");
+  }
+  const int64_t samples = group_norm_rows_grid_samples(p, device, policy);
+  if (samples == 0) return;
+  const int shared = static_cast<int>(group_norm_rows_grid_bytes(p, policy));
+  expect_legal(report, device,
+               {samples * policy.chunks, 1, policy.threads_x, policy.threads_y, shared, 1},
+               kGroupNormRowsForwardThreads);
+  const int64_t blocks = std::min<int64_t>(kGroupNormRowsForwardBlocks,
+                                           (device.max_shared_memory + 1024) / (shared + 1024));
+  report.expect(samples * policy.chunks <= blocks * device.multiprocessors,
+                "blocks that wait for others that are not there");
+  report.expect(policy.tiles == 1 && p.channels % vector == 0,
+                "a vector of less than its channels");
+}
+
 void group_norm_backward_in_one(const DeviceInfo& device, const GroupNormInput& p, Report& report) {
   GroupNormPolicy policy{};
   const int64_t vector = 16 / dtype_size(p.dtype);
@@ -662,10 +685,11 @@ void group_norm(const DeviceInfo& device, Report& report) {
           group_norm_cluster(device, p, report);
           group_norm_backward_in_one(device, p, report);
           const GroupNormPolicy last = group_norm_forward_policy(p);
+          group_norm_rows_grid(device, p, last, report);
           expect_legal(report, device,
                        {last.chunks, last.tiles, last.threads_x, last.threads_y,
-                        kGroupNormRowsThreads * static_cast<int>(vector) * 8, 1},
-                       kGroupNormRowsThreads);
+                        8 * group_norm_rows_pairs(p, last), 1},
+                       kGroupNormRowsForwardThreads);
           report.expect(last.threads_x * last.threads_y >= kWarpSize, "no whole warp");
           report.expect(last.tiles * last.threads_x * vector >= p.channels,
                         "channels without a thread");

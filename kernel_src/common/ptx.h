@@ -195,6 +195,10 @@ __device__ __forceinline__ int cluster_rank() {
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   FUSELAGE_SM90_ASM("barrier.cluster.arrive.relaxed.aligned;" :: : "memory");
 }
+// What was written before, to DSMEM too, is visible after cluster_wait.
+__device__ __forceinline__ void cluster_arrive() {
+  FUSELAGE_SM90_ASM("barrier.cluster.arrive.release.aligned;" :: : "memory");
+}
 __device__ __forceinline__ void cluster_wait() {
   FUSELAGE_SM90_ASM("barrier.cluster.wait.acquire.aligned;" :: : "memory");
 }

@@ -2,10 +2,11 @@
 //
 // Flat, a small group is read twice by one block, the second time from L1 or L2. What a cluster
 // holds has a kernel of its own (norm/group_norm_cluster.cu), and so have flat groups that the
-// whole GPU holds (norm/group_norm_grid.cu). All else takes three kernels:
+// whole GPU holds (norm/group_norm_grid.cu), and samples, channels last, that it holds
+// (norm/group_norm_rows_grid.cu). All else takes three kernels:
 //
 //   moments   blocks have a chunk each, and leave its moments of every group in it
-//   combine   a block for each group adds these up, in a fixed order
+//   combine   adds these up for each group, in a fixed order
 //   apply     blocks have the same chunks, the last ones first: these are still in L2
 //
 // Vectors of aligned tensors are read several at a time, others one after the other: in the same
@@ -19,6 +20,7 @@
 #include "common/dispatch.h"
 #include "norm/group_norm_device.h"
 #include "norm/group_norm_policy.h"
+#include "norm/group_norm_rows.h"
 
 namespace fuselage {
 namespace {
@@ -159,46 +161,13 @@ __global__ void __launch_bounds__(kGroupNormCombineThreads)
 
 // ---- channels last ----
 
-// Of all groups, of what the threads of a block have: a warp for each in turn. A group that has no
-// channel in the block's tile has an empty part there.
-template <typename T>
-__device__ __forceinline__ void combine_channels(const GroupNormForward& p,
-                                                 const GroupNormRows<T>& rows,
-                                                 const float2* of_threads) {
-  const int width = static_cast<int>(blockDim.x) * GroupNormRows<T>::N;  // of the tile
-  const int tile_first = static_cast<int>(blockIdx.y) * width;
-  const int thread = thread_of_block();
-  const int warps = static_cast<int>(blockDim.x * blockDim.y) / kWarpSize;
-  const int group_channels = static_cast<int>(p.group_channels);
-  const int64_t parts = p.chunks * gridDim.y, part = rows.chunk * gridDim.y + blockIdx.y;
-  if (thread / kWarpSize >= warps) return;  // threads that are no whole warp
-#pragma unroll 1
-  for (int64_t group = thread / kWarpSize; group < p.groups; group += warps) {
-    const int64_t group_first = group * group_channels;
-    const int first = static_cast<int>(max(group_first, int64_t{tile_first})) - tile_first;
-    const int end =
-        static_cast<int>(min(group_first + group_channels, int64_t{tile_first} + width)) -
-        tile_first;
-    const int channels = max(end - first, 0);
-    GroupMoments m{0.0f, 0.0f, 0.0f};
-#pragma unroll 1
-    for (int i = thread % kWarpSize; i < channels * static_cast<int>(blockDim.y); i += kWarpSize) {
-      const int y = i / channels;
-      const float2 of_thread = of_threads[y * width + first + i - y * channels];
-      m = merged(m, {static_cast<float>(rows.count_of(y)), of_thread.x, of_thread.y});
-    }
-    m = warp_moments(m);
-    if (thread % kWarpSize == 0)
-      store_partial(p.partials, (rows.sample * p.groups + group) * parts + part, m);
-  }
-}
-
 // Grid: (chunks of all samples, tiles). Block: (threads_x, threads_y).
 template <typename T>
-__global__ void __launch_bounds__(kGroupNormRowsThreads, kGroupNormRowsBlocks)
-    group_norm_rows_moments_kernel(const GroupNormForward p, const Divisor chunks) {
+__global__ void __launch_bounds__(kGroupNormRowsForwardThreads, kGroupNormRowsForwardBlocks)
+    group_norm_rows_moments_kernel(const GroupNormForward p, const Divisor chunks,
+                                   const Divisor group_channels) {
   constexpr int N = 16 / sizeof(T);
-  __shared__ float2 of_threads[kGroupNormRowsThreads * N];
+  extern __shared__ uint4 shared[];
   const GroupNormRows<T> rows(p, chunks, blockIdx.x);
   const T* x = rows.start(static_cast<const T*>(p.x), p.x_stride);
   ChannelMoments<N> m;
@@ -216,14 +185,29 @@ __global__ void __launch_bounds__(kGroupNormRowsThreads, kGroupNormRowsBlocks)
     m.add(values);
   };
   rows.template for_rows<kGroupNormAhead, 1, true>({x}, rows.aligned(x), start, add);
-  m.store(rows.count(), of_threads + thread_of_block() * N);
-  __syncthreads();
-  combine_channels(p, rows, of_threads);
+  store_moments_of_groups<T>(p, rows, group_channels, m, reinterpret_cast<float2*>(shared));
+  launch_dependents();
+}
+
+// Grid: `blocks` of a warp for the groups of each sample.
+__global__ void __launch_bounds__(kWarpSize)
+    group_norm_rows_combine_kernel(const GroupNormForward p, const unsigned blocks, const int tiles,
+                                   const int width) {
+  constexpr int kSide = kWarpSize / kGroupNormRowsLanes;
+  grid_dependency_wait();
+  const unsigned sample = blockIdx.x / blocks, first = (blockIdx.x - sample * blocks) * kSide;
+  const int group = min(static_cast<int>(first + threadIdx.x / kGroupNormRowsLanes),
+                        static_cast<int>(p.groups) - 1);
+  const GroupMoments m = tiles == 1 ? moments_of_parts<false>(p, sample, group, 1, width)
+                                    : moments_of_parts<true>(p, sample, group, tiles, width);
+  const float2 statistics = statistics_of(m, p.eps);
+  if (lane_of_group() == 0)
+    reinterpret_cast<float2*>(p.statistics)[sample * p.groups + group] = statistics;
   launch_dependents();
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kGroupNormRowsThreads, kGroupNormRowsBlocks)
+__global__ void __launch_bounds__(kGroupNormRowsForwardThreads, kGroupNormRowsForwardBlocks)
     group_norm_rows_apply_kernel(const GroupNormForward p, const Divisor chunks,
                                  const Divisor group_channels) {
   constexpr int N = 16 / sizeof(T);
@@ -258,12 +242,6 @@ __global__ void __launch_bounds__(kGroupNormRowsThreads, kGroupNormRowsBlocks)
 
 // ---- launchers ----
 
-gpuError launch_combine(const GroupNormForward& p, int64_t parts, gpuStream stream) {
-  const dim3 grid(static_cast<unsigned>(p.samples * p.groups));
-  return gpu_launch_after(&group_norm_combine_kernel, grid, dim3(kGroupNormCombineThreads), stream,
-                          p, static_cast<int>(parts));
-}
-
 template <typename T>
 gpuError launch_flat(const GroupNormForward& p, const GroupNormPolicy& policy, gpuStream stream) {
   const FlatDivisors divisors{p.chunks, p.groups, ceil_div(p.positions, p.chunk_positions)};
@@ -275,26 +253,35 @@ gpuError launch_flat(const GroupNormForward& p, const GroupNormPolicy& policy, g
   };
   if (p.chunks == 1) return launch(false, true, true);
   gpuError error = launch(false, true, false);
-  if (error == gpuSuccess) error = launch_combine(p, p.chunks, stream);
+  if (error == gpuSuccess) {
+    error = gpu_launch_after(&group_norm_combine_kernel, dim3(p.samples * p.groups),
+                             dim3(kGroupNormCombineThreads), stream, p, static_cast<int>(p.chunks));
+  }
   return error != gpuSuccess ? error : launch(true, false, true);
 }
 
 template <typename T>
 gpuError launch_rows(const GroupNormForward& p, const GroupNormPolicy& policy, gpuStream stream) {
+  constexpr int N = 16 / sizeof(T);
   const dim3 grid(static_cast<unsigned>(p.samples * p.chunks), static_cast<unsigned>(policy.tiles));
   const dim3 block(policy.threads_x, policy.threads_y);
-  const Divisor chunks(p.chunks);
+  const Divisor chunks(p.chunks), group_channels(p.group_channels);
   gpuError error =
-      gpu_launch(&group_norm_rows_moments_kernel<T>, grid, block, 0, 1, stream, p, chunks);
-  if (error == gpuSuccess) error = launch_combine(p, p.chunks * policy.tiles, stream);
+      gpu_launch(&group_norm_rows_moments_kernel<T>, grid, block,
+                 8 * group_norm_rows_pairs(p, policy), 1, stream, p, chunks, group_channels);
+  if (error != gpuSuccess) return error;
+  const int64_t blocks = ceil_div(p.groups, kWarpSize / kGroupNormRowsLanes);
+  error = gpu_launch_after(&group_norm_rows_combine_kernel, dim3(p.samples * blocks),
+                           dim3(kWarpSize), stream, p, static_cast<unsigned>(blocks),
+                           static_cast<int>(policy.tiles), policy.threads_x * N);
   if (error != gpuSuccess) return error;
   return gpu_launch_after(&group_norm_rows_apply_kernel<T>, grid, block, stream, p, chunks,
-                          Divisor(p.group_channels));
+                          group_channels);
 }
 
-// One kernel that holds a group in a cluster or in the whole GPU, where there is one; otherwise
-// those of this file.
-enum class GroupNormWay { cluster, grid, blocks };
+// One kernel that holds a group in a cluster, or in the whole GPU, or all samples there, where
+// there is one; otherwise those of this file.
+enum class GroupNormWay { cluster, grid, rows_grid, blocks };
 
 struct GroupNormChoice {
   GroupNormWay way;
@@ -310,8 +297,9 @@ GroupNormChoice choice_of(const GroupNormInput& p, int device) {
     return choice;
   }
   choice.policy = group_norm_forward_policy(p);
-  choice.way =
-      group_norm_grid_policy(p, info, choice.grid) ? GroupNormWay::grid : GroupNormWay::blocks;
+  choice.way = group_norm_grid_policy(p, info, choice.grid)               ? GroupNormWay::grid
+               : group_norm_rows_grid_samples(p, info, choice.policy) > 0 ? GroupNormWay::rows_grid
+                                                                          : GroupNormWay::blocks;
   return choice;
 }
 
@@ -344,11 +332,13 @@ const char* group_norm_forward(const GroupNormForward& p, int device, void* raw_
   const GroupNormChoice choice = choice_of(p, device);
   if (choice.way == GroupNormWay::cluster)
     return message_of(launch_group_norm_cluster(p, choice.policy, stream));
-  if (choice.way == GroupNormWay::grid) {
-    bool refused = false;
-    const gpuError error = launch_group_norm_grid(p, choice.grid, refused, stream);
-    if (!refused) return message_of(error);
-  }
+  bool refused = true;
+  gpuError error = gpuSuccess;
+  if (choice.way == GroupNormWay::grid)
+    error = launch_group_norm_grid(p, choice.grid, refused, stream);
+  if (choice.way == GroupNormWay::rows_grid)
+    error = launch_group_norm_rows_grid(p, choice.policy, device, refused, stream);
+  if (!refused) return message_of(error);
   return message_of(launch_blocks(p, choice.policy, stream));
 }
 

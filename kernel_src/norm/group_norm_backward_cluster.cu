@@ -12,83 +12,15 @@
 // takes the kernels of norm/group_norm_backward.cu.
 #include "common/dispatch.h"
 #include "norm/group_norm_gradient.h"
+#include "norm/group_norm_held.h"
 #include "norm/group_norm_policy.h"
 
 namespace fuselage {
 namespace {
 
-// A thread's vectors of two tensors in shared memory, `count` of each, which it reads there itself.
+// x and grad_out.
 template <typename T>
-struct HeldPairs {
-  static constexpr int kTensors = 2, N = 16 / sizeof(T);
-  using V = Vector<T, N>;
-  V* own;  // the first; others follow `threads` further on
-  int threads;
-
-  __device__ __forceinline__ HeldPairs(void* shared)
-      : own(static_cast<V*>(shared) + thread_of_block()),
-        threads(static_cast<int>(blockDim.x * blockDim.y)) {}
-
-  // Starts to copy them. next(): elements from the tensors' starts to the next one; negative where
-  // there is none.
-  template <typename Next>
-  __device__ __forceinline__ void start(const T* const (&tensors)[kTensors], bool aligned,
-                                        int count, const Next& next) {
-    V* target = own;
-    const int stage = stage_of(count);
-    int until = stage;
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      if (i == until) {
-        cp_async_commit_group();
-        until += stage;
-      }
-      const int64_t offset = next();
-#pragma unroll
-      for (int t = 0; t < kTensors; ++t) {
-        if (offset >= 0 && aligned) {
-          cp_async<16>(target, tensors[t] + offset);
-        } else if (offset >= 0) {
-          *target = V::load_elements(tensors[t] + offset, 0, N);
-        }
-        target += threads;
-      }
-    }
-    cp_async_commit_group();
-  }
-  // f(values) for each of them, stage by stage as they arrive.
-  template <typename F>
-  __device__ __forceinline__ void for_each(int count, DType dtype, const F& f) const {
-    const V* vectors = own;
-    const int stage = stage_of(count);
-    int until = 0, pending = count > 0 ? (count - 1) / stage : 0;
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      if (i == until) {
-        cp_async_wait_group(pending--);
-        until += stage;
-      }
-      float values[kTensors][N];
-      read(vectors, dtype, values);
-      f(values);
-    }
-  }
-  // Those that follow, at `vectors`.
-  __device__ __forceinline__ void read(const V*& vectors, DType dtype,
-                                       float (&values)[kTensors][N]) const {
-#pragma unroll
-    for (int t = 0; t < kTensors; ++t) {
-      unpack(*vectors, dtype, values[t]);
-      vectors += threads;
-    }
-  }
-
- private:
-  static constexpr int kStages = 4;
-  static __device__ __forceinline__ int stage_of(int count) {
-    return (count + kStages - 1) / kStages;
-  }
-};
+using HeldPairs = HeldVectors<T, 2, 4>;
 
 // Writes A and B of a sample's channel, or the gradients that they are.
 __device__ __forceinline__ void write_sums(const GroupNormBackward& p, int64_t sample,
@@ -197,7 +129,7 @@ __global__ void __launch_bounds__(kGroupNormClusterThreads, kGroupNormBackwardCl
   at.set(start);
   int left = count;
   float2 sums{}, of_warp{};
-  held.for_each(count, p.dtype, [&](float(&values)[2][N]) {
+  held.for_each(count, p.dtype, [&](float(&values)[2][N], int) {
     if (at.exists()) {
       set_channel(at.channel);
       scaled_terms_of<T>(factors, p.silu, values[0], values[1]);
@@ -284,9 +216,7 @@ __global__ void __launch_bounds__(kGroupNormClusterThreads, kGroupNormRowsBackwa
   const T* x = rows.start(static_cast<const T*>(p.x), p.x_stride) + rows.channel;
   const T* grad_out =
       rows.start(static_cast<const T*>(p.grad_out), p.grad_out_stride) + rows.channel;
-  int64_t at = -step;
-  held.start({grad_out, x}, is_aligned_16(x) && is_aligned_16(grad_out), count,
-             [&] { return at += step; });
+  held.start_rows({grad_out, x}, is_aligned_16(x) && is_aligned_16(grad_out), count, step);
 
   // Past the vectors: A and B of all threads' channels, of slices of the block's positions, and of
   // the blocks of the cluster; and factors.
@@ -300,7 +230,7 @@ __global__ void __launch_bounds__(kGroupNormClusterThreads, kGroupNormRowsBackwa
   const auto factors = scaled_factors_of(p, rows, group_channels);
   const int thread = thread_of_block(), lane = thread % kWarpSize, warp = thread / kWarpSize;
   float sums[2][N] = {};
-  held.for_each(count, p.dtype, [&](float(&values)[2][N]) {
+  held.for_each(count, p.dtype, [&](float(&values)[2][N], int) {
     scaled_terms_of<T>(factors, p.silu, values[0], values[1]);
 #pragma unroll
     for (int k = 0; k < N; ++k) {

@@ -237,11 +237,12 @@ struct GroupNormRows {
   __device__ __forceinline__ bool aligned(const T* start) const {
     return is_aligned_16(start) && channels % N == 0;
   }
-  // So many positions does this thread have; as an int, as chunks are small.
+  // So many positions does the block have, and this thread; as an int, as chunks are small.
+  __device__ __forceinline__ int size() const { return static_cast<int>(last - first); }
   __device__ __forceinline__ int count() const { return count_of(static_cast<int>(threadIdx.y)); }
   __device__ __forceinline__ int count_of(int y) const {
-    const int size = static_cast<int>(last - first), threads = static_cast<int>(blockDim.y);
-    return size > y ? (size - y - 1) / threads + 1 : 0;
+    const int threads = static_cast<int>(blockDim.y);
+    return size() > y ? (size() - y - 1) / threads + 1 : 0;
   }
   // body(vectors, row) for this thread's vectors of its rows, kAhead of them under way where all
   // tensors are aligned. The order is the same. `row`: elements from a tensor's start to it.
@@ -265,6 +266,10 @@ struct GroupNormRows {
           for (int t = 0; t < kTensors; ++t)
             ahead.vectors[i][t] = Vector<T, N>::load(tensors[t] + row + i * step + channel);
         }
+      } else if (ahead_fits) {
+#pragma unroll
+        for (int t = 0; t < kTensors; ++t)
+          ahead.vectors[0][t] = Vector<T, N>::load(tensors[t] + row + channel);
       } else {
 #pragma unroll
         for (int t = 0; t < kTensors; ++t)
@@ -330,13 +335,14 @@ struct ChannelMoments {
     }
   }
   // Means and squares of the channels, zero where there are no positions.
-  __device__ __forceinline__ void store(int count, float2* moments) const {
+  __device__ __forceinline__ void moments(int count, float (&means)[N],
+                                          float (&squares_of)[N]) const {
     const float share = count == 0 ? 0.0f : reciprocal_of_normal(static_cast<float>(count));
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       const float d = sum[k] * share;
-      moments[k] = make_float2(count == 0 ? 0.0f : pivot[k] + d,
-                               max_or_nan(fmaf(-sum[k], d, squares[k]), 0.0f));
+      means[k] = count == 0 ? 0.0f : pivot[k] + d;
+      squares_of[k] = max_or_nan(fmaf(-sum[k], d, squares[k]), 0.0f);
     }
   }
 };
@@ -363,6 +369,10 @@ gpuError launch_group_norm_cluster(const GroupNormForward& p, const GroupNormPol
 // norm/group_norm_grid.cu. `refused`: not launched, as the stream has a part of the GPU alone.
 gpuError launch_group_norm_grid(const GroupNormForward& p, const GroupNormGridPolicy& policy,
                                 bool& refused, gpuStream stream);
+
+// norm/group_norm_rows_grid.cu. `refused`: as above.
+gpuError launch_group_norm_rows_grid(const GroupNormForward& p, const GroupNormPolicy& policy,
+                                     int device, bool& refused, gpuStream stream);
 
 // norm/group_norm_backward_cluster.cu
 gpuError launch_group_norm_backward_cluster(const GroupNormBackward& p,

@@ -12,10 +12,20 @@ namespace fuselage {
 
 // Threads of a block, at most, by which the kernels get their registers.
 constexpr int kGroupNormFlatThreads = 512, kGroupNormRowsThreads = 256;
-constexpr int kGroupNormRowsBlocks = 4;  // on an SM, in the forward
 // 16-byte vectors of a thread that are under way at once, where moments are taken; and of each
 // tensor where results are written or there are two of them.
 constexpr int kGroupNormAhead = 4, kGroupNormFewAhead = 2;
+
+// Channels last, in the forward: threads of a block, at most, and blocks of a multiprocessor, by
+// which the kernels get their registers; chunks of a sample, unless it is small or large; and lanes
+// of a warp that add up the parts of a group.
+//
+// On an H200, bfloat16, 32 groups, us where the multiprocessors hold the samples, and with three
+// kernels: two samples of (320, 128, 128) 22.0 and 30.1, eight 89 and 98, two of (1280, 64, 64)
+// 21.2 and 30.4, one of (512, 128, 128) with silu 19.4 and 27.2; but two of (640, 64, 64) 17.3,
+// eight 64, where clusters take 18.9 and 57.
+constexpr int kGroupNormRowsForwardThreads = 512, kGroupNormRowsForwardBlocks = 2;
+constexpr int kGroupNormRowsForwardChunks = 128, kGroupNormRowsLanes = 8;
 
 constexpr int64_t kGroupNormWholeBytes = 64 * 1024;  // of a group that one block reads twice
 
@@ -33,8 +43,9 @@ constexpr int kGroupNormChunkThreads = 128;
 // (320, 64, 64) 8.9 and 12.1, (640, 64, 64) 14.6 and 14.9, eight 40 and 49, two of (960, 64, 64)
 // 17.5 and 20.2. With 82 KB a block, (640, 128, 128), 51 and 49. Channels last, two of (1280, 8, 8)
 // 6.6 and 15.5, (1280, 32, 32) 12.9 and 19.4, (640, 64, 64) 20.8 and 23.8; but (1280, 64, 64) 40
-// and 36: a tile is 80 bytes of every row.
-constexpr int kGroupNormClusterThreads = 256, kGroupNormClusterBlocks = 3;
+// and 36: a tile is 80 bytes of every row. Channels last needs 64 registers: 64 samples of
+// (128, 32, 32) take 27 us on an H200 with three blocks, and 21 with four.
+constexpr int kGroupNormClusterThreads = 256, kGroupNormClusterBlocks = 4;
 constexpr int kGroupNormClusterParts = 32;
 constexpr int64_t kGroupNormHeldBytes = 48 * 1024;
 constexpr int64_t kGroupNormRowsHeldBytes = 64 * 1024;          // channels last, at most
@@ -133,23 +144,39 @@ inline GroupNormPolicy group_norm_flat_policy(const GroupNormInput& p, int64_t p
 }
 
 // Channels last: threads (x) for a vector of channels each, side by side, and for positions (y).
-// Channels for which a block has no threads are cut into tiles.
-inline GroupNormPolicy group_norm_rows_policy(const GroupNormInput& p, int64_t most_bytes) {
+// Channels for which a block has no threads are cut into tiles. About `parts` chunks, unless they
+// would be small or large, of a multiple of `step` positions for each row of threads, if not 0.
+inline GroupNormPolicy group_norm_rows_policy(const GroupNormInput& p, int threads, int64_t parts,
+                                              int64_t most_bytes, int64_t step) {
   const int size = dtype_size(p.dtype);
   const int64_t vectors = ceil_div(p.channels, 16 / size);
   GroupNormPolicy policy{};
-  policy.tiles = ceil_div(vectors, kGroupNormRowsThreads);
+  policy.tiles = ceil_div(vectors, threads);
   policy.threads_x = static_cast<int>(ceil_div(vectors, policy.tiles));
-  policy.threads_y = kGroupNormRowsThreads / policy.threads_x;  // with x at least a warp
+  policy.threads_y = threads / policy.threads_x;  // with x at least a warp
   policy.chunk_channels = p.channels;
   const int64_t bytes =
-      group_norm_chunk_bytes(p.channels * p.positions * size, 256, 16 * 1024, most_bytes);
+      group_norm_chunk_bytes(p.channels * p.positions * size, parts, 16 * 1024, most_bytes);
   const int64_t positions = bytes / (int64_t{policy.threads_x} * 16);
   // No more than 1024 chunks, which one block adds up.
-  policy.chunk_positions = round_up(std::max(positions, ceil_div(p.positions, 1024)),
-                                    int64_t{policy.threads_y} * kGroupNormAhead);
+  policy.chunk_positions = round_up(std::max({positions, ceil_div(p.positions, 1024), int64_t{1}}),
+                                    std::max<int64_t>(1, step * policy.threads_y));
   policy.chunks = ceil_div(p.positions, policy.chunk_positions);
   return policy;
+}
+
+// Groups that a vector of channels has parts of, at most.
+constexpr int group_norm_rows_slots(int64_t group_channels, int vector_size) {
+  if (group_channels % vector_size == 0) return 1;
+  if (vector_size % group_channels == 0) return vector_size / static_cast<int>(group_channels);
+  const int least = static_cast<int>(std::min<int64_t>(group_channels, vector_size));
+  return (vector_size + least - 2) / least + 1;
+}
+
+// Pairs that the threads of a block leave of their channels.
+inline int group_norm_rows_pairs(const GroupNormInput& p, const GroupNormPolicy& policy) {
+  return policy.threads_x * policy.threads_y *
+         group_norm_rows_slots(p.group_channels, 16 / dtype_size(p.dtype));
 }
 
 // Shared memory of a block of a cluster.
@@ -157,7 +184,8 @@ inline int64_t group_norm_cluster_bytes(const GroupNormInput& p, const GroupNorm
   const int vector_size = 16 / dtype_size(p.dtype);
   if (p.channels_last) {
     const int64_t of_thread = ceil_div(policy.chunk_positions, policy.threads_y);
-    return policy.threads_x * policy.threads_y * (of_thread * 16 + vector_size * 8);
+    return policy.threads_x * policy.threads_y * of_thread * 16 +
+           8 * group_norm_rows_pairs(p, policy);
   }
   const int64_t elements = policy.chunk_positions * vector_size;
   return policy.chunk_positions * 16 + (elements / p.positions + 2) * 8;
@@ -246,6 +274,31 @@ inline bool group_norm_grid_policy(const GroupNormInput& p, const DeviceInfo& de
          (kGroupNormGridChannels - 2) * (p.positions / vector_size) >= chunk_vectors;
 }
 
+// Channels last: shared memory of a block that holds its chunk (norm/group_norm_rows_grid.cu), with
+// pairs of all channels and groups.
+inline int64_t group_norm_rows_grid_bytes(const GroupNormInput& p, const GroupNormPolicy& policy) {
+  const int64_t of_thread = ceil_div(policy.chunk_positions, policy.threads_y);
+  return policy.threads_x * policy.threads_y * of_thread * 16 +
+         8 * (group_norm_rows_pairs(p, policy) + p.channels + p.groups);
+}
+
+// Samples that the multiprocessors hold at once, laid out as group_norm_forward_policy says; more
+// take several launches. 0 where other kernels take them.
+inline int64_t group_norm_rows_grid_samples(const GroupNormInput& p, const DeviceInfo& device,
+                                            const GroupNormPolicy& policy) {
+  // A multiprocessor keeps 1 KB for each block, and has 1 KB more than a block may have.
+  const int64_t bytes = group_norm_rows_grid_bytes(p, policy);
+  if (!device.has_clusters || !p.channels_last || policy.tiles > 1 ||
+      p.channels % (16 / dtype_size(p.dtype)) != 0 || bytes > device.max_shared_memory)
+    return 0;
+  const int64_t blocks = std::min<int64_t>((device.max_shared_memory + 1024) / (bytes + 1024),
+                                           kGroupNormRowsForwardBlocks);
+  const int64_t samples = device.multiprocessors * blocks / policy.chunks;
+  // One by one, three kernels are as fast: four of (640, 128, 128), bfloat16 with silu, take 94 us
+  // on an H200 so, and 88. Two at a time, four of (1280, 64, 64) take 43 and 54.
+  return samples > 1 || p.samples <= samples ? samples : 0;
+}
+
 // Floats of its workspace: mean and squares of each chunk, and a counter of 64 bits.
 inline int64_t group_norm_grid_workspace(const GroupNormInput& p,
                                          const GroupNormGridPolicy& policy) {
@@ -316,9 +369,9 @@ inline bool group_norm_backward_cluster_policy(const GroupNormInput& p, const De
 }
 
 inline GroupNormPolicy group_norm_forward_policy(const GroupNormInput& p) {
-  // On an H200, bfloat16, (256, 512, 512) takes 122 us so, and 126 with 128 KB at most: then there
-  // are twice as many blocks as run at once.
-  if (p.channels_last) return group_norm_rows_policy(p, 256 * 1024);
+  if (p.channels_last)
+    return group_norm_rows_policy(p, kGroupNormRowsForwardThreads, kGroupNormRowsForwardChunks,
+                                  512 * 1024, 0);
   const int size = dtype_size(p.dtype);
   const int64_t bytes = p.group_size * size;
   if (bytes <= kGroupNormWholeBytes) {
@@ -334,7 +387,8 @@ inline GroupNormPolicy group_norm_forward_policy(const GroupNormInput& p) {
 
 // Flat, a chunk is one of a plane: it has sums of every channel. Small planes share a block.
 inline GroupNormPolicy group_norm_backward_policy(const GroupNormInput& p) {
-  if (p.channels_last) return group_norm_rows_policy(p, 128 * 1024);
+  if (p.channels_last)
+    return group_norm_rows_policy(p, kGroupNormRowsThreads, 256, 128 * 1024, kGroupNormAhead);
   const int64_t bytes = p.positions * dtype_size(p.dtype);
   const int64_t chunk_bytes = group_norm_chunk_bytes(bytes, 32, 64 * 1024, 128 * 1024);
   GroupNormPolicy policy =

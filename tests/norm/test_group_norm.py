@@ -107,6 +107,10 @@ LARGE_ON_GPU = (
     ((2, 128, 256, 512), 32),
     # In half precision, nearly all that can be held.
     ((1, 4, 1600, 2048), 1),
+    # Channels last, all samples are held; groups start within vectors.
+    ((2, 320, 96, 128), 32),
+    ((1, 1000, 64, 72), 8),
+    ((1, 96, 256, 272), 32),
 )
 
 
@@ -181,11 +185,11 @@ def test_layouts(fuselage, device, dtype, layout, style):
 @pytest.mark.kernels_ci
 @each_dtype
 @each_order
-@on_devices([(31, 33), (48, 64)], [(31, 33), (48, 64), (256, 264)], names="size")
+@on_devices([(31, 33), (48, 64)], [(31, 33), (48, 64), (256, 264), (512, 272)], names="size")
 def test_bits_do_not_depend_on_alignment(fuselage, device, dtype, last, size):
     """Of `x` and of the gradient; nor on the stride between samples."""
-    x, grad_out = (in_order(normal((3, 24, *size), dtype, device), last) for _ in range(2))
-    shape = (3, *size, 24) if last else x.shape
+    x, grad_out = (in_order(normal((2, 24, *size), dtype, device), last) for _ in range(2))
+    shape = (2, *size, 24) if last else x.shape
 
     def moved(t: Tensor, offset: int) -> Tensor:
         memory = torch.zeros(t.numel() + offset, dtype=dtype, device=device)[offset:].view(shape)
@@ -255,7 +259,7 @@ def test_no_worse_than_pytorch(fuselage, device, dtype, last, shape, style):
 
 
 @each_order
-@on_devices([(5, 7), (80, 96)], [(5, 7), (80, 96), (256, 512)], names="size")
+@on_devices([(5, 7), (80, 96)], [(5, 7), (80, 96), (256, 512), (512, 520)], names="size")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_none_stays_in_its_group(fuselage, device, last, size, bad):
     x = normal((2, 8, *size), torch.float32, device)
@@ -289,6 +293,7 @@ def test_values_that_are_all_alike(fuselage, device, dtype, last, size):
         ((40, 64, 64, 64), 8),
         ((3, 32, 512, 509), 4),
         ((3, 16, 512, 264), 4),
+        ((3, 320, 96, 128), 32),
     ),
     names="sizes",
 )
@@ -362,7 +367,7 @@ def test_more_than_2_31_elements(fuselage, device, half, last):
 
 
 @each_order
-@on_devices([], [(64, 96), (512, 264)], names="size")
+@on_devices([], [(64, 96), (256, 264), (512, 264)], names="size")
 def test_cuda_graphs(fuselage, device, last, size):
     x = in_order(normal((2, 64, *size), torch.bfloat16, device), last)
     call = lambda: (fuselage.group_norm(x, 8, activation="silu"),)  # noqa: E731
@@ -372,10 +377,11 @@ def test_cuda_graphs(fuselage, device, last, size):
     assert_same_bits(out, call()[0], "out")
 
 
+@each_order
 @on_devices([], [torch.bfloat16, torch.float32], names="dtype")
-def test_streams_that_run_at_once(fuselage, device, dtype):
+def test_streams_that_run_at_once(fuselage, device, dtype, last):
     """Kernels that want all multiprocessors do not wait for each other's blocks."""
-    x = normal((2, 16, 512, 264), dtype, device)
+    x = in_order(normal((2, 32 if last else 16, 512, 264), dtype, device), last)
     call = lambda: fuselage.group_norm(x, 4, activation="silu")  # noqa: E731
     expected = call()
     torch.cuda.synchronize()
