@@ -237,6 +237,11 @@ struct GroupNormRows {
   __device__ __forceinline__ bool aligned(const T* start) const {
     return is_aligned_16(start) && channels % N == 0;
   }
+  // Whether a row that starts there is whole words of 4 bytes.
+  __device__ __forceinline__ bool has_words(const T* start) const {
+    constexpr int kElements = 4 / sizeof(T);
+    return reinterpret_cast<uintptr_t>(start) % 4 == 0 && channels % kElements == 0;
+  }
   // So many positions does the block have, and this thread; as an int, as chunks are small.
   __device__ __forceinline__ int size() const { return static_cast<int>(last - first); }
   __device__ __forceinline__ int count() const { return count_of(static_cast<int>(threadIdx.y)); }
@@ -272,8 +277,12 @@ struct GroupNormRows {
           ahead.vectors[0][t] = Vector<T, N>::load(tensors[t] + row + channel);
       } else {
 #pragma unroll
-        for (int t = 0; t < kTensors; ++t)
-          ahead.vectors[0][t] = Vector<T, N>::load_elements(tensors[t] + row, channel, channels);
+        for (int t = 0; t < kTensors; ++t) {
+          const T* from = tensors[t] + row;
+          ahead.vectors[0][t] = has_words(from)
+                                    ? Vector<T, N>::load_words(from, channel, channels)
+                                    : Vector<T, N>::load_elements(from, channel, channels);
+        }
       }
       left -= count;
       before(ahead.vectors[0]);
@@ -302,6 +311,8 @@ struct GroupNormRows {
   __device__ __forceinline__ void write(const Vector<T, N>& vector, T* row, bool aligned) const {
     if (aligned && channel < channels) {
       vector.store(row + channel);
+    } else if (has_words(row)) {
+      vector.store_words(row, channel, channels);
     } else {
       Vector<T, N>::store_elements(vector, row, channel, channels);
     }
