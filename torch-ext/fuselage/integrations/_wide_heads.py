@@ -118,6 +118,9 @@ def attention_of_wide_heads(
     logits = query.new_empty((rows, padded), dtype=torch.float32)
     logits[:, keys] = _LOWEST
     weights = query.new_empty((rows, padded))
+    # NOTE: oneDNN's products with AMX read past a row's end, up to a multiple of 32 columns, and
+    # multiply with zero what may be NaN (PyTorch 2.13, on a CPU).
+    weights[:, keys + 1 :] = 0
     targets = torch.full((rows,), keys, device=query.device)
     unused = floats_of_rows(logits), floats_of_rows(logits, 2)  # losses and their statistics
     one = logits.new_ones(())
