@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kParts = kGroupNormClusterParts;
 
-// Moments of the parts of a cluster: in each block, of every group as many as warps share it.
+// Moments of the parts of a group, flat: the warps of all blocks of a cluster.
 struct ClusterParts {
   GroupMoments of_blocks[kMaxCluster * kParts];
 
@@ -26,13 +26,12 @@ struct ClusterParts {
     const int lane = thread_of_block() % kWarpSize;
     if (lane < cluster) *map_shared_rank(&of_blocks[part * cluster + cluster_rank()], lane) = m;
   }
-  // Of a group, which has `count` parts in each block from `first` on: in all lanes of a warp.
-  __device__ __forceinline__ GroupMoments merge(int first, int count, int cluster) const {
+  // Of the group, which has `count` parts in each block: in all lanes of a warp.
+  __device__ __forceinline__ GroupMoments merge(int count, int cluster) const {
     const int lane = thread_of_block() % kWarpSize;
     GroupMoments m{0.0f, 0.0f, 0.0f};
 #pragma unroll 1
-    for (int i = lane; i < count * cluster; i += kWarpSize)
-      m = merged(m, of_blocks[first * cluster + i]);
+    for (int i = lane; i < count * cluster; i += kWarpSize) m = merged(m, of_blocks[i]);
     return warp_moments(m);
   }
 };
@@ -80,7 +79,7 @@ __global__ void __launch_bounds__(kGroupNormClusterThreads, kGroupNormClusterBlo
   cluster_wait();
   parts.send(of_warp, static_cast<int>(threadIdx.x) / kWarpSize, cluster);
   cluster_sync();
-  const float2 statistics = statistics_of(parts.merge(0, threads / kWarpSize, cluster), p.eps);
+  const float2 statistics = statistics_of(parts.merge(threads / kWarpSize, cluster), p.eps);
   if (p.statistics != nullptr && rank == 0 && threadIdx.x == 0)
     reinterpret_cast<float2*>(p.statistics)[group] = statistics;
 
