@@ -649,6 +649,25 @@ void group_norm_backward_in_one(const DeviceInfo& device, const GroupNormInput& 
   }
 }
 
+void group_norm_rows_backward(const DeviceInfo& device, const GroupNormInput& p, Report& report) {
+  const GroupNormPolicy policy = group_norm_backward_policy(p);
+  const int64_t vector = 16 / dtype_size(p.dtype), tiles = policy.tiles;
+  const int64_t blocks = ceil_div(policy.chunks, group_norm_rows_parts_of_block(p, device, policy));
+  expect_legal(report, device,
+               {p.samples * blocks, tiles, policy.threads_x, policy.threads_y,
+                group_norm_backward_bytes(p, device, policy, true), 1},
+               kGroupNormRowsThreads);
+  report.expect(tiles * policy.threads_x * vector >= p.channels, "channels without a thread");
+  report.expect((tiles - 1) * policy.threads_x * vector < p.channels, "a tile without channels");
+  report.expect(policy.chunk_positions % policy.threads_y == 0, "rows of a part of a chunk");
+  report.expect(policy.chunks * policy.chunk_positions >= p.positions &&
+                    (policy.chunks - 1) * policy.chunk_positions < p.positions,
+                "chunks that do not make a sample");
+  const int64_t at_once = kGroupNormRowsBackwardBlocks * device.multiprocessors;
+  report.expect(p.samples * blocks * tiles <= std::max(4 * at_once, p.samples * tiles),
+                "blocks that wait for others");
+}
+
 void group_norm(const DeviceInfo& device, Report& report) {
   for (const DType dtype : kDTypes) {
     for (const int64_t positions : kDims) {
@@ -684,11 +703,12 @@ void group_norm(const DeviceInfo& device, Report& report) {
           p.channels_last = true;
           group_norm_cluster(device, p, report);
           group_norm_backward_in_one(device, p, report);
+          group_norm_rows_backward(device, p, report);
           const GroupNormPolicy last = group_norm_forward_policy(p);
           group_norm_rows_grid(device, p, last, report);
           expect_legal(report, device,
                        {last.chunks, last.tiles, last.threads_x, last.threads_y,
-                        8 * group_norm_rows_pairs(p, last), 1},
+                        group_norm_rows_moments_bytes(p, device, last), 1},
                        kGroupNormRowsForwardThreads);
           report.expect(last.threads_x * last.threads_y >= kWarpSize, "no whole warp");
           report.expect(last.tiles * last.threads_x * vector >= p.channels,

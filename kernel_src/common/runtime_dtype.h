@@ -24,6 +24,21 @@ __device__ __forceinline__ void store_value(void* data, DType dtype, int64_t i, 
   }
 }
 
+// One value on its way, or none (null): what is loaded is not waited for before finish().
+struct RuntimeValueLoading {
+  uint32_t bits;
+
+  __device__ __forceinline__ RuntimeValueLoading(const void* data, DType dtype, int64_t i)
+      : bits(0) {
+    if (data == nullptr) return;
+    bits = dtype == DType::float32 ? static_cast<const uint32_t*>(data)[i]
+                                   : static_cast<const uint16_t*>(data)[i];
+  }
+  __device__ __forceinline__ float finish(const void* data, DType dtype, float missing) const {
+    return data == nullptr ? missing : load_value(&bits, dtype, 0);
+  }
+};
+
 // A row of values of T or float32, or of none (null).
 template <typename T>
 struct RuntimeValues {

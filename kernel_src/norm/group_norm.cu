@@ -96,12 +96,12 @@ __global__ void __launch_bounds__(kGroupNormFlatThreads, 2)
   if (takes_moments) {
     ThreadMoments<N> own;
     chunk.for_planes([&](int plane, int size) {
-      const auto add = [&](const V(&vectors)[1], int column) {
+      const auto add = [&](const V& vector, int column) {
         float values[N];
-        unpack(vectors[0], p.dtype, values);
+        unpack(vector, p.dtype, values);
         own.add(values, max(0, min(size - column, N)));
       };
-      for_vectors<T, kGroupNormAhead, 1>({x + plane * p.positions}, size, size, x_aligned, add);
+      for_vectors<T, kGroupNormAhead>(x + plane * p.positions, size, size, x_aligned, add);
     });
     const GroupMoments m = block_moments(own.moments());
     if (!applies) {
@@ -124,17 +124,17 @@ __global__ void __launch_bounds__(kGroupNormFlatThreads, 2)
     const int64_t channel = chunk.channel + min(plane, chunk.channels - 1);
     const float factor = statistics.y * value_or(p.weight, p.weight_dtype, channel, 1.0f);
     const float bias = value_or(p.bias, p.bias_dtype, channel, 0.0f);
-    const auto apply = [&](const V(&vectors)[1], int column) {
+    const auto apply = [&](const V& vector, int column) {
       float values[N];
-      unpack(vectors[0], p.dtype, values);
+      unpack(vector, p.dtype, values);
 #pragma unroll
       for (int k = 0; k < N; ++k) values[k] = fmaf(values[k] - statistics.x, factor, bias);
       activate<T>(p.silu, values);
       store_vector(pack<T>(values, p.dtype), to, aligned, column, size);
     };
     // NOTE: where vectors are not aligned lanes store together, also those without a plane.
-    for_vectors<T, kGroupNormAhead, 1>({x + plane * p.positions}, size, aligned ? size : chunk.span,
-                                       aligned, apply);
+    for_vectors<T, kGroupNormAhead>(x + plane * p.positions, size, aligned ? size : chunk.span,
+                                    aligned, apply);
   });
 }
 
@@ -161,6 +161,42 @@ __global__ void __launch_bounds__(kGroupNormCombineThreads)
 
 // ---- channels last ----
 
+// A thread's vectors of x, one of each of its positions, from the first to the last or the other
+// way.
+template <typename T>
+struct RowsAhead {
+  using V = Vector<T, 16 / sizeof(T)>;
+  const GroupNormRows<T>& rows;
+  const bool aligned;
+  const int count;
+  int64_t step;
+  const T* x;  // of the next one that is copied
+  CopiesAhead<T, 1, group_norm_copies_ahead(kCompilesAsyncCopy)> copies;
+
+  __device__ __forceinline__ RowsAhead(const GroupNormForward& p, const GroupNormRows<T>& rows_,
+                                       void* shared, bool from_last)
+      : rows(rows_),
+        aligned(rows.aligned(rows.start(static_cast<const T*>(p.x), p.x_stride))),
+        count(rows.count()),
+        step((from_last ? -1 : 1) * int64_t{blockDim.y} * p.channels),
+        x(rows.start(static_cast<const T*>(p.x), p.x_stride) -
+          (from_last ? (count - 1) * step : 0)),
+        copies(shared, count) {}
+
+  __device__ __forceinline__ auto start() {
+    return [this](V* target, int) {
+      rows.start_copy(target, x, aligned);
+      x += step;
+    };
+  }
+  __device__ __forceinline__ void fill() { copies.fill(start()); }
+  __device__ __forceinline__ void next(DType dtype, float (&values)[16 / sizeof(T)]) {
+    V vectors[1];
+    copies.next(vectors, start());
+    unpack(vectors[0], dtype, values);
+  }
+};
+
 // Grid: (chunks of all samples, tiles). Block: (threads_x, threads_y).
 template <typename T>
 __global__ void __launch_bounds__(kGroupNormRowsForwardThreads, kGroupNormRowsForwardBlocks)
@@ -169,22 +205,17 @@ __global__ void __launch_bounds__(kGroupNormRowsForwardThreads, kGroupNormRowsFo
   constexpr int N = 16 / sizeof(T);
   extern __shared__ uint4 shared[];
   const GroupNormRows<T> rows(p, chunks, blockIdx.x);
-  const T* x = rows.start(static_cast<const T*>(p.x), p.x_stride);
+  RowsAhead<T> ahead(p, rows, shared, false);
+  ahead.fill();
   ChannelMoments<N> m;
-  bool first = true;
-  const auto start = [&](const Vector<T, N>(&vectors)[1]) {
-    if (!first) return;
+#pragma unroll 1
+  for (int i = 0; i < ahead.count; ++i) {
     float values[N];
-    unpack(vectors[0], p.dtype, values);
-    m.start(values);
-    first = false;
-  };
-  const auto add = [&](const Vector<T, N>(&vectors)[1], int64_t) {
-    float values[N];
-    unpack(vectors[0], p.dtype, values);
+    ahead.next(p.dtype, values);
+    if (i == 0) m.start(values);
     m.add(values);
-  };
-  rows.template for_rows<kGroupNormAhead, 1, true>({x}, rows.aligned(x), start, add);
+  }
+  __syncthreads();  // before others write where vectors were
   store_moments_of_groups<T>(p, rows, group_channels, m, reinterpret_cast<float2*>(shared));
   launch_dependents();
 }
@@ -206,38 +237,38 @@ __global__ void __launch_bounds__(kWarpSize)
   launch_dependents();
 }
 
+// From the last chunk and position to the first: what was read last is still in the L2 cache.
 template <typename T>
 __global__ void __launch_bounds__(kGroupNormRowsForwardThreads, kGroupNormRowsForwardBlocks)
     group_norm_rows_apply_kernel(const GroupNormForward p, const Divisor chunks,
                                  const Divisor group_channels) {
   constexpr int N = 16 / sizeof(T);
+  extern __shared__ uint4 shared[];
   const GroupNormRows<T> rows(p, chunks, gridDim.x - 1 - blockIdx.x);
-  const T* x = rows.start(static_cast<const T*>(p.x), p.x_stride);
+  const ChannelLoading<T> loading(p, rows);
+  RowsAhead<T> ahead(p, rows, shared, true);
+  ahead.fill();
   T* out = rows.start(static_cast<T*>(p.out), p.channels * p.positions);
-  const bool aligned = rows.aligned(x) && rows.aligned(out);
+  const bool aligned = rows.aligned(out);
+  out -= (ahead.count - 1) * ahead.step;
 
-  float mean[N] = {}, factor[N] = {}, bias[N] = {};
-  rows.for_channels([&](int k, int channel) {
-    factor[k] = value_or(p.weight, p.weight_dtype, channel, 1.0f);
-    bias[k] = value_or(p.bias, p.bias_dtype, channel, 0.0f);
-  });
+  float factor[N], bias[N];
+  float2 statistics[N];
+  loading.finish(p, rows, factor, bias);
   grid_dependency_wait();
-  rows.for_channels([&](int k, int channel) {
-    const float2 statistics =
-        pair_of_group(p.statistics, rows.sample * p.groups + quotient(channel, group_channels));
-    mean[k] = statistics.x;
-    factor[k] *= statistics.y;
-  });
-
-  rows.template for_rows<kGroupNormAhead, 1>(
-      {x}, aligned, [&](const Vector<T, N>(&vectors)[1], int64_t row) {
-        float values[N];
-        unpack(vectors[0], p.dtype, values);
+  pairs_of_channels<T>(p, rows, group_channels, p.statistics, statistics);
 #pragma unroll
-        for (int k = 0; k < N; ++k) values[k] = fmaf(values[k] - mean[k], factor[k], bias[k]);
-        activate<T>(p.silu, values);
-        rows.write(pack<T>(values, p.dtype), out + row, aligned);
-      });
+  for (int k = 0; k < N; ++k) factor[k] *= statistics[k].y;
+#pragma unroll 1
+  for (int i = 0; i < ahead.count; ++i) {
+    float values[N];
+    ahead.next(p.dtype, values);
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] = fmaf(values[k] - statistics[k].x, factor[k], bias[k]);
+    activate<T>(p.silu, values);
+    rows.write(pack<T>(values, p.dtype), out, aligned);
+    out += ahead.step;
+  }
 }
 
 // ---- launchers ----
@@ -261,22 +292,25 @@ gpuError launch_flat(const GroupNormForward& p, const GroupNormPolicy& policy, g
 }
 
 template <typename T>
-gpuError launch_rows(const GroupNormForward& p, const GroupNormPolicy& policy, gpuStream stream) {
+gpuError launch_rows(const GroupNormForward& p, const GroupNormPolicy& policy, int device,
+                     gpuStream stream) {
+  const DeviceInfo& info = device_info(device);
   constexpr int N = 16 / sizeof(T);
   const dim3 grid(static_cast<unsigned>(p.samples * p.chunks), static_cast<unsigned>(policy.tiles));
   const dim3 block(policy.threads_x, policy.threads_y);
   const Divisor chunks(p.chunks), group_channels(p.group_channels);
-  gpuError error =
-      gpu_launch(&group_norm_rows_moments_kernel<T>, grid, block,
-                 8 * group_norm_rows_pairs(p, policy), 1, stream, p, chunks, group_channels);
+  gpuError error = gpu_launch(&group_norm_rows_moments_kernel<T>, grid, block,
+                              group_norm_rows_moments_bytes(p, info, policy), 1, stream, p, chunks,
+                              group_channels);
   if (error != gpuSuccess) return error;
   const int64_t blocks = ceil_div(p.groups, kWarpSize / kGroupNormRowsLanes);
   error = gpu_launch_after(&group_norm_rows_combine_kernel, dim3(p.samples * blocks),
                            dim3(kWarpSize), stream, p, static_cast<unsigned>(blocks),
                            static_cast<int>(policy.tiles), policy.threads_x * N);
   if (error != gpuSuccess) return error;
-  return gpu_launch_after(&group_norm_rows_apply_kernel<T>, grid, block, stream, p, chunks,
-                          group_channels);
+  return gpu_launch_as(true, &group_norm_rows_apply_kernel<T>, grid, block,
+                       group_norm_copies_bytes(info, policy, 1), 1, stream, p, chunks,
+                       group_channels);
 }
 
 // One kernel that holds a group in a cluster, or in the whole GPU, or all samples there, where
@@ -303,10 +337,12 @@ GroupNormChoice choice_of(const GroupNormInput& p, int device) {
   return choice;
 }
 
-gpuError launch_blocks(const GroupNormForward& p, const GroupNormPolicy& policy, gpuStream stream) {
+gpuError launch_blocks(const GroupNormForward& p, const GroupNormPolicy& policy, int device,
+                       gpuStream stream) {
   return dispatch_size(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return p.channels_last ? launch_rows<T>(p, policy, stream) : launch_flat<T>(p, policy, stream);
+    return p.channels_last ? launch_rows<T>(p, policy, device, stream)
+                           : launch_flat<T>(p, policy, stream);
   });
 }
 
@@ -339,7 +375,7 @@ const char* group_norm_forward(const GroupNormForward& p, int device, void* raw_
   if (choice.way == GroupNormWay::rows_grid)
     error = launch_group_norm_rows_grid(p, choice.policy, device, refused, stream);
   if (!refused) return message_of(error);
-  return message_of(launch_blocks(p, choice.policy, stream));
+  return message_of(launch_blocks(p, choice.policy, device, stream));
 }
 
 }  // namespace gpu

@@ -1,53 +1,25 @@
 // The backward of group_norm on the GPU (formulas: norm/group_norm.h): four kernels, but for what
 // norm/group_norm_backward_cluster.cu does in one:
 //
-//   sums       blocks have a chunk each, and leave A and B of every channel in it
-//   reduce     adds these up (common/reduce_partials.h); grad_weight and grad_bias come of it
-//   means      a warp for each group takes the two means over it
-//   gradient   blocks have the same chunks, and write grad_x
+//   sums       blocks leave A and B of every channel in a chunk
+//   reduce     adds these up for each sample (common/reduce_partials.h)
+//   means      a warp for each group takes the two means over it; others add up grad_weight and
+//              grad_bias over samples
+//   gradient   writes grad_x
 //
 // Flat, a block has a plane of positions of one channel, or a chunk of it; small planes share one.
-// Channels last it has some positions of all channels, or of a tile of them.
+// Channels last it has some positions of all channels, or of a tile of them: of a chunk, or of
+// several.
 #include "norm/group_norm.h"
 
 #include "common/dispatch.h"
 #include "common/reduce.h"
 #include "common/reduce_partials.h"
-#include "norm/group_norm_device.h"
+#include "norm/group_norm_gradient.h"
 #include "norm/group_norm_policy.h"
 
 namespace fuselage {
 namespace {
-
-// What N elements are mapped with, of one channel or of one each.
-template <int N>
-struct GradientFactors {
-  float mean[N], rstd[N], weight[N], bias[N];
-
-  __device__ __forceinline__ void set(int k, const GroupNormBackward& p, int64_t sample,
-                                      int64_t channel, int64_t group) {
-    const float2 statistics = pair_of_group(p.statistics, sample * p.groups + group);
-    mean[k] = statistics.x;
-    rstd[k] = statistics.y;
-    weight[k] = value_or(p.weight, p.weight_dtype, channel, 1.0f);
-    bias[k] = value_or(p.bias, p.bias_dtype, channel, 0.0f);
-  }
-};
-
-// a and xhat of N elements, in place of grad_out and x. Element k has the factors of its channel,
-// or those of the one that there is.
-template <typename T, int N, int kChannels>
-__device__ __forceinline__ void terms_of(const GradientFactors<kChannels>& factors, bool silu,
-                                         float (&grad_out)[N], float (&x)[N]) {
-  float y[N];
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    const int c = kChannels == 1 ? 0 : k;
-    x[k] = (x[k] - factors.mean[c]) * factors.rstd[c];
-    y[k] = fmaf(x[k], factors.weight[c], factors.bias[c]);
-  }
-  through_activation<T>(silu, y, grad_out);
-}
 
 // ---- flat ----
 
@@ -92,64 +64,87 @@ struct Plane {
 
 // Grid: the chunks of every blockDim.y planes. Block: (threads of a plane, planes).
 template <typename T, bool kGradient>
-__global__ void __launch_bounds__(kGroupNormRowsThreads, 2)
+__global__ void __launch_bounds__(kGroupNormRowsThreads, kGroupNormPlanesBackwardBlocks)
     group_norm_planes_kernel(const GroupNormBackward p, const PlaneDivisors divisors) {
-  constexpr int N = 16 / sizeof(T);
+  constexpr int N = 16 / sizeof(T), kDepth = group_norm_copies_ahead(kCompilesAsyncCopy);
   using V = Vector<T, N>;
+  extern __shared__ uint4 shared[];
   const Plane<T> plane(p, divisors, kGradient ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  const ScaledFactorLoading loading(p, plane.sample, plane.channel, plane.group);
   const int64_t out_stride = p.channels * p.positions;
   const T* all_x = static_cast<const T*>(p.x);
   const T* all_grad_out = static_cast<const T*>(p.grad_out);
   T* all_grad_x = static_cast<T*>(p.grad_x);
   const T* x = plane.start(p, all_x, p.x_stride);
   const T* grad_out = plane.start(p, all_grad_out, p.grad_out_stride);
-  T* grad_x = kGradient ? plane.start(p, all_grad_x, out_stride) : nullptr;
-  const bool aligned = plane.aligned(p, all_x, p.x_stride) &&
-                       plane.aligned(p, all_grad_out, p.grad_out_stride) &&
-                       (!kGradient || plane.aligned(p, all_grad_x, out_stride));
-  GradientFactors<1> factors;
-  factors.set(0, p, plane.sample, plane.channel, plane.group);
-  [[maybe_unused]] float2 means{};
-  if constexpr (kGradient) {
-    grid_dependency_wait();
-    means = pair_of_group(p.means, plane.sample * p.groups + plane.group);
-  }
+  const bool aligned =
+      plane.aligned(p, all_x, p.x_stride) && plane.aligned(p, all_grad_out, p.grad_out_stride);
+  const int step = static_cast<int>(blockDim.x) * N;
+  const int count = (plane.span + step - 1) / step;
+  CopiesAhead<T, 2, kDepth> copies(shared, count);
+  int next = static_cast<int>(threadIdx.x) * N;
+  // Past the end vectors are zero. NOTE: where they are not aligned, all lanes of the warp load
+  // together.
+  const auto start = [&](V* targets, int apart) {
+    if (aligned) {
+      const int bytes = min(max(plane.size - next, 0), N) * static_cast<int>(sizeof(T));
+      cp_async_zfill<16>(targets, grad_out + next, bytes);
+      cp_async_zfill<16>(targets + apart, x + next, bytes);
+    } else {
+      targets[0] = load<false, N>(grad_out, next, plane.size);
+      targets[apart] = load<false, N>(x, next, plane.size);
+    }
+    next += step;
+  };
+  copies.fill(start);
+  const ScaledFactors<1> factors = loading.factors(p);
+  // a and x - mean of the next vectors.
+  const auto next_terms = [&](float(&a)[N], float(&from_mean)[N]) {
+    V vectors[2];
+    copies.next(vectors, start);
+    unpack(vectors[0], p.dtype, a);
+    unpack(vectors[1], p.dtype, from_mean);
+    scaled_terms_of<T>(factors, p.silu, a, from_mean);
+  };
 
-  float sums[2] = {};
-  for_vectors<T, kGroupNormFewAhead, 2>(
-      {grad_out, x}, plane.size, aligned ? plane.size : plane.span, aligned,
-      [&](const V(&vectors)[2], int column) {
-        float a[N], xhat[N];
-        unpack(vectors[0], p.dtype, a);
-        unpack(vectors[1], p.dtype, xhat);
-        terms_of<T>(factors, p.silu, a, xhat);
-        if constexpr (kGradient) {
+  if constexpr (kGradient) {
+    T* grad_x = plane.start(p, all_grad_x, out_stride);
+    const bool writes_aligned = plane.aligned(p, all_grad_x, out_stride);
+    grid_dependency_wait();
+    const float2 means =
+        scaled(pair_of_group(p.means, plane.sample * p.groups + plane.group), factors.rstd[0]);
+    int column = static_cast<int>(threadIdx.x) * N;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      float a[N], from_mean[N];
+      next_terms(a, from_mean);
 #pragma unroll
-          for (int k = 0; k < N; ++k) {
-            const float of_means = fmaf(xhat[k], means.y, means.x);
-            a[k] = factors.rstd[0] * fmaf(a[k], factors.weight[0], -of_means);
-          }
-          store_vector(pack<T>(a, p.dtype), grad_x, aligned, column, plane.size);
-        } else {
-          // NOTE: past the end grad_out is zero.
-          float of_vector[2] = {};
+      for (int k = 0; k < N; ++k) a[k] = gradient_of(a[k], from_mean[k], factors.factor[0], means);
+      store_vector(pack<T>(a, p.dtype), grad_x, writes_aligned, column, plane.size);
+      column += step;
+    }
+  } else {
+    float sums[2] = {};
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      float a[N], from_mean[N], of_vector[2] = {};
+      next_terms(a, from_mean);
+      // NOTE: past the end grad_out is zero.
 #pragma unroll
-          for (int k = 0; k < N; ++k) {
-            of_vector[0] += a[k];
-            of_vector[1] = fmaf(a[k], xhat[k], of_vector[1]);
-          }
-          sums[0] += of_vector[0];
-          sums[1] += of_vector[1];
-        }
-      });
-  if constexpr (!kGradient) {
+      for (int k = 0; k < N; ++k) {
+        of_vector[0] += a[k];
+        of_vector[1] = fmaf(a[k], from_mean[k], of_vector[1]);
+      }
+      sums[0] += of_vector[0];
+      sums[1] += of_vector[1];
+    }
     __shared__ RowSumScratch<2> scratch[1];
     row_sum<false>(sums, 1, scratch, 0);
     if (threadIdx.x == 0 && plane.exists) {
       float* partial =
           p.partials + (plane.sample * p.chunks + plane.chunk) * 2 * p.channels + plane.channel;
       partial[0] = sums[0];
-      partial[p.channels] = sums[1];
+      partial[p.channels] = factors.rstd[0] * sums[1];
     }
     launch_dependents();
   }
@@ -157,82 +152,122 @@ __global__ void __launch_bounds__(kGroupNormRowsThreads, 2)
 
 // ---- channels last ----
 
-template <typename T>
-__device__ __forceinline__ GradientFactors<16 / sizeof(T)> factors_of(
-    const GroupNormBackward& p, const GroupNormRows<T>& rows, const Divisor& group_channels) {
-  GradientFactors<16 / sizeof(T)> factors{};
-  rows.for_channels([&](int k, int channel) {
-    factors.set(k, p, rows.sample, channel, quotient(channel, group_channels));
-  });
-  return factors;
+// A and B of a block's positions: those of each thread's channels, added up over the rows of
+// threads in order, as A and B of a chunk. All threads of the block call together; before the next
+// time they have met.
+template <typename T, int N = GroupNormRows<T>::N>
+__device__ __forceinline__ void store_sums(const GroupNormBackward& p, const GroupNormRows<T>& rows,
+                                           const Divisor& group_channels, const float (&sums)[2][N],
+                                           float2* of_threads, float* partial) {
+  const int columns = static_cast<int>(blockDim.x), width = columns * N;
+  const int threads = columns * static_cast<int>(blockDim.y), pitch = threads | 1;
+  const int own = thread_of_block();
+#pragma unroll
+  for (int k = 0; k < N; ++k) of_threads[k * pitch + own] = make_float2(sums[0][k], sums[1][k]);
+  __syncthreads();
+  const int tile_first = static_cast<int>(blockIdx.y) * width;
+#pragma unroll 1
+  for (int i = own; i < width && tile_first + i < rows.channels; i += threads) {
+    const int64_t channel = tile_first + i, group = quotient(channel, group_channels);
+    const float rstd = pair_of_group(p.statistics, rows.sample * p.groups + group).y;
+    const float2* of_column = of_threads + i % N * pitch + i / N;
+    float2 sum = *of_column;
+#pragma unroll 4
+    for (int y = 1; y < static_cast<int>(blockDim.y); ++y) add(sum, of_column[y * columns]);
+    partial[channel] = sum.x;
+    partial[p.channels + channel] = rstd * sum.y;
+  }
+  __syncthreads();
 }
 
-// Grid: (chunks of all samples, tiles). Block: (threads_x, threads_y).
+// How a sample's parts, which have sums of their own, are dealt to blocks.
+struct RowParts {
+  int parts, of_block;
+  int rows;  // of a thread in a part
+};
+
+// A block has some parts of a sample, one after the other: p.chunks and p.chunk_positions are the
+// blocks of a sample, and what they have. Gradients are written from the last position to the
+// first: what was read last is still in the L2 cache.
+// Grid: (blocks of all samples, tiles). Block: (threads_x, threads_y).
 template <typename T, bool kGradient>
-__global__ void __launch_bounds__(kGroupNormRowsThreads, 2)
-    group_norm_rows_backward_kernel(const GroupNormBackward p, const Divisor chunks,
-                                    const Divisor group_channels) {
+__global__ void __launch_bounds__(kGroupNormRowsThreads, kGroupNormRowsBackwardBlocks)
+    group_norm_rows_backward_kernel(const GroupNormBackward p, const RowParts parts,
+                                    const Divisor chunks, const Divisor group_channels) {
   constexpr int N = 16 / sizeof(T);
   using V = Vector<T, N>;
-  const GroupNormRows<T> rows(p, chunks, kGradient ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-  const T* x = rows.start(static_cast<const T*>(p.x), p.x_stride);
-  const T* grad_out = rows.start(static_cast<const T*>(p.grad_out), p.grad_out_stride);
-  T* grad_x = kGradient ? rows.start(static_cast<T*>(p.grad_x), p.channels * p.positions) : nullptr;
-  const bool aligned =
-      rows.aligned(x) && rows.aligned(grad_out) && (!kGradient || rows.aligned(grad_x));
-  const auto factors = factors_of(p, rows, group_channels);
-  [[maybe_unused]] float of_a[N] = {}, of_product[N] = {};  // means
+  extern __shared__ uint4 shared[];
+  const GroupNormRows<T> rows(p, chunks, blockIdx.x);
+  const ScaledFactorsLoading<T> loading(p, rows, group_channels);
+  const int count = rows.count();
+  int64_t step = int64_t{blockDim.y} * p.channels, from = 0;
   if constexpr (kGradient) {
-    grid_dependency_wait();
-    rows.for_channels([&](int k, int channel) {
-      const float2 means =
-          pair_of_group(p.means, rows.sample * p.groups + quotient(channel, group_channels));
-      of_a[k] = means.x;
-      of_product[k] = means.y;
-    });
+    from = (count - 1) * step;
+    step = -step;
   }
+  const T* x = rows.start(static_cast<const T*>(p.x), p.x_stride) + from;
+  const T* grad_out = rows.start(static_cast<const T*>(p.grad_out), p.grad_out_stride) + from;
+  const bool aligned = rows.aligned(x) && rows.aligned(grad_out);
+  constexpr int kDepth = group_norm_copies_ahead(kCompilesAsyncCopy);
+  CopiesAhead<T, 2, kDepth> copies(shared, count);
+  const auto start = [&](V* targets, int apart) {
+    rows.start_copy(targets, grad_out, aligned);
+    rows.start_copy(targets + apart, x, aligned);
+    grad_out += step;
+    x += step;
+  };
+  copies.fill(start);
+  const ScaledFactors<N> factors = loading.factors(p, rows);
+  // a and x - mean of the next vectors.
+  const auto next_terms = [&](float(&a)[N], float(&from_mean)[N]) {
+    V vectors[2];
+    copies.next(vectors, start);
+    unpack(vectors[0], p.dtype, a);
+    unpack(vectors[1], p.dtype, from_mean);
+    scaled_terms_of<T>(factors, p.silu, a, from_mean);
+  };
 
-  [[maybe_unused]] float sums[2][N] = {};
-  rows.template for_rows<kGroupNormFewAhead, 2>(
-      {grad_out, x}, aligned, [&](const V(&vectors)[2], int64_t row) {
-        float a[N], xhat[N];
-        unpack(vectors[0], p.dtype, a);
-        unpack(vectors[1], p.dtype, xhat);
-        terms_of<T>(factors, p.silu, a, xhat);
+  if constexpr (kGradient) {
+    T* grad_x = rows.start(static_cast<T*>(p.grad_x), p.channels * p.positions) + from;
+    const bool writes_aligned = rows.aligned(grad_x);
+    grid_dependency_wait();
+    float2 means[N], statistics[N];
+    pairs_of_channels<T>(p, rows, group_channels, p.means, means);
+    pairs_of_channels<T>(p, rows, group_channels, p.statistics, statistics);
+#pragma unroll
+    for (int k = 0; k < N; ++k) means[k] = scaled(means[k], statistics[k].y);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      float a[N], from_mean[N];
+      next_terms(a, from_mean);
+#pragma unroll
+      for (int k = 0; k < N; ++k)
+        a[k] = gradient_of(a[k], from_mean[k], factors.factor[k], means[k]);
+      rows.write(pack<T>(a, p.dtype), grad_x, writes_aligned);
+      grad_x += step;
+    }
+  } else {
+    float2* of_threads = reinterpret_cast<float2*>(shared + kDepth * 2 * copies.threads);
+    const int64_t first = rows.chunk * parts.of_block;
+    const int64_t last = min(first + parts.of_block, int64_t{parts.parts});
+    int left = count;
+#pragma unroll 1
+    for (int64_t part = first; part < last; ++part) {
+      float sums[2][N] = {};
+      const int here = min(left, parts.rows);
+      left -= here;
+#pragma unroll 1
+      for (int i = 0; i < here; ++i) {
+        float a[N], from_mean[N];
+        next_terms(a, from_mean);
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-          if constexpr (kGradient) {
-            const float of_means = fmaf(xhat[k], of_product[k], of_a[k]);
-            a[k] = factors.rstd[k] * fmaf(a[k], factors.weight[k], -of_means);
-          } else {
-            sums[0][k] += a[k];
-            sums[1][k] = fmaf(a[k], xhat[k], sums[1][k]);
-          }
+          sums[0][k] += a[k];
+          sums[1][k] = fmaf(a[k], from_mean[k], sums[1][k]);
         }
-        if constexpr (kGradient) rows.write(pack<T>(a, p.dtype), grad_x + row, aligned);
-      });
-  if constexpr (!kGradient) {
-    // Over the positions (y) of the block, in order.
-    __shared__ float2 of_threads[kGroupNormRowsThreads * N];
-    const int width = static_cast<int>(blockDim.x) * N;
-    const int own = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
-#pragma unroll
-    for (int k = 0; k < N; ++k) of_threads[own * N + k] = make_float2(sums[0][k], sums[1][k]);
-    __syncthreads();
-    const int tile_first = static_cast<int>(blockIdx.y) * width;
-    float* partial = p.partials + (rows.sample * p.chunks + rows.chunk) * 2 * p.channels;
-#pragma unroll 1
-    for (int i = own; i < width && tile_first + i < rows.channels;
-         i += static_cast<int>(blockDim.x * blockDim.y)) {
-      float2 sum = of_threads[i];
-#pragma unroll 4
-      for (int y = 1; y < static_cast<int>(blockDim.y); ++y) {
-        const float2 more = of_threads[y * width + i];
-        sum.x += more.x;
-        sum.y += more.y;
       }
-      partial[tile_first + i] = sum.x;
-      partial[p.channels + tile_first + i] = sum.y;
+      store_sums<T>(p, rows, group_channels, sums, of_threads,
+                    p.partials + (rows.sample * parts.parts + part) * 2 * p.channels);
     }
     launch_dependents();
   }
@@ -240,9 +275,9 @@ __global__ void __launch_bounds__(kGroupNormRowsThreads, 2)
 
 // ---- sums of channels, and means of groups ----
 
-// Writes A and B of each sample's channels, and the gradients that are sums of these over samples.
+// Writes A and B of a sample's channels, if `sums` is not null, and the gradients that they are.
 struct FinishGroupNorm {
-  static constexpr int kKinds = 2, kTotals = 2;
+  static constexpr int kKinds = 2, kTotals = 0;
   struct Columns {};
   float* sums;  // [samples, 2, channels]
   void *grad_weight, *grad_bias;
@@ -251,47 +286,76 @@ struct FinishGroupNorm {
 
   __device__ __forceinline__ Columns load(int64_t, bool) const { return {}; }
   __device__ __forceinline__ void group(const Columns&, int64_t sample, int64_t column,
-                                        const float (&of_sample)[2], float (&totals)[2]) const {
-#pragma unroll
-    for (int kind = 0; kind < 2; ++kind) {
-      sums[(2 * sample + kind) * channels + column] = of_sample[kind];
-      totals[kind] += of_sample[kind];
+                                        const float (&of_sample)[2], float (&)[1]) const {
+    if (sums != nullptr) {
+      sums[2 * sample * channels + column] = of_sample[0];
+      sums[(2 * sample + 1) * channels + column] = of_sample[1];
     }
-  }
-  bool needs_all() const { return grad_bias != nullptr || grad_weight != nullptr; }
-  __device__ __forceinline__ void all(const Columns&, int64_t column,
-                                      const float (&totals)[2]) const {
-    if (grad_bias != nullptr) store_value(grad_bias, bias_dtype, column, totals[0]);
-    if (grad_weight != nullptr) store_value(grad_weight, weight_dtype, column, totals[1]);
+    if (grad_bias != nullptr) store_value(grad_bias, bias_dtype, column, of_sample[0]);
+    if (grad_weight != nullptr) store_value(grad_weight, weight_dtype, column, of_sample[1]);
   }
 };
 
-constexpr int kGroupNormMeansThreads = 128;
+constexpr int kGroupNormMeansThreads = 256;
 
-// Grid: warps for the groups of all samples.
+// Adds up A and B over the samples: a channel a lane, of whose samples each warp has some.
+__device__ __forceinline__ void write_totals(const GroupNormBackward& p, int block) {
+  __shared__ float2 of_warps[kGroupNormMeansThreads];
+  constexpr int kWarps = kGroupNormMeansThreads / kWarpSize;
+  const int thread = thread_of_block(), warp = thread / kWarpSize;
+  const int64_t channel = int64_t{block} * kWarpSize + thread % kWarpSize;
+  float2 total{};
+  if (channel < p.channels) {
+#pragma unroll 8
+    for (int64_t sample = warp; sample < p.samples; sample += kWarps) {
+      const float* sums = p.sums + 2 * sample * p.channels + channel;
+      add(total, make_float2(sums[0], sums[p.channels]));
+    }
+  }
+  of_warps[thread] = total;
+  __syncthreads();
+  if (warp > 0 || channel >= p.channels) return;
+#pragma unroll
+  for (int i = 1; i < kWarps; ++i) add(total, of_warps[i * kWarpSize + thread]);
+  write_gradients(p, channel, total);
+}
+
+// Means of groups; and, by the blocks past `mean_blocks`, the gradients of weight and bias.
+// Block: (threads of a group, groups).
 __global__ void __launch_bounds__(kGroupNormMeansThreads)
-    group_norm_means_kernel(const GroupNormBackward p, const Divisor groups) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int64_t index =
-      int64_t{blockIdx.x} * (kGroupNormMeansThreads / kWarpSize) + threadIdx.x / kWarpSize;
-  grid_dependency_wait();
+    group_norm_means_kernel(const GroupNormBackward p, const Divisor groups,
+                            const int mean_blocks) {
+  __shared__ RowSumScratch<2> scratch[1];
+  const int totals_block = static_cast<int>(blockIdx.x) - mean_blocks;
+  const int64_t index = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   const bool exists = index < p.samples * p.groups;
   const int64_t sample = exists ? quotient(index, groups) : 0;
   const int64_t first = (index - sample * p.groups) * p.group_channels;
-  const float* sums = p.sums + 2 * sample * p.channels;
-  float means[2] = {};
-#pragma unroll 1
-  for (int64_t i = lane; i < p.group_channels && exists; i += kWarpSize) {
-    const float weight = value_or(p.weight, p.weight_dtype, first + i, 1.0f);
-#pragma unroll
-    for (int kind = 0; kind < 2; ++kind)
-      means[kind] = fmaf(weight, sums[kind * p.channels + first + i], means[kind]);
+  const int64_t count = exists && totals_block < 0 ? p.group_channels : 0;
+  const auto weight_of = [&](int64_t i) {
+    return RuntimeValueLoading(i < count ? p.weight : nullptr, p.weight_dtype, first + i);
+  };
+  RuntimeValueLoading weight = weight_of(threadIdx.x);
+  grid_dependency_wait();
+  if (totals_block >= 0) {
+    write_totals(p, totals_block);
+    return;
   }
-#pragma unroll
-  for (int kind = 0; kind < 2; ++kind)
-    means[kind] = warp_sum(means[kind], kWarpSize) / static_cast<float>(p.group_size);
-  if (lane == 0 && exists)
-    reinterpret_cast<float2*>(p.means)[index] = make_float2(means[0], means[1]);
+  const float* sums = p.sums + 2 * sample * p.channels + first;
+  float means[2] = {};
+#pragma unroll 2
+  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
+    const float a = sums[i], b = sums[p.channels + i];
+    const float factor = weight.finish(p.weight, p.weight_dtype, 1.0f);
+    weight = weight_of(i + blockDim.x);
+    means[0] = fmaf(factor, a, means[0]);
+    means[1] = fmaf(factor, b, means[1]);
+  }
+  row_sum<false>(means, 1, scratch, 0);
+  if (threadIdx.x == 0 && exists) {
+    const float size = static_cast<float>(p.group_size);
+    reinterpret_cast<float2*>(p.means)[index] = make_float2(means[0] / size, means[1] / size);
+  }
   launch_dependents();
 }
 
@@ -302,32 +366,64 @@ int64_t plane_blocks(const GroupNormBackward& p) {
 }
 
 template <typename T, bool kGradient>
-gpuError launch_chunks(const GroupNormBackward& p, gpuStream stream) {
-  const Divisor chunks(p.chunks), group_channels(p.group_channels);
+gpuError launch_chunks(const GroupNormBackward& p, int device, gpuStream stream) {
+  const Divisor group_channels(p.group_channels);
   const GroupNormPolicy policy = group_norm_backward_policy(p);
   const dim3 block(policy.threads_x, policy.threads_y);
+  const DeviceInfo& info = device_info(device);
   if (p.channels_last) {
-    const dim3 grid(static_cast<unsigned>(p.samples * p.chunks),
+    const int of_block = group_norm_rows_parts_of_block(p, info, policy);
+    const RowParts parts{static_cast<int>(p.chunks), of_block,
+                         static_cast<int>(p.chunk_positions) / policy.threads_y};
+    GroupNormBackward blocks = p;
+    blocks.chunks = ceil_div(p.chunks, of_block);
+    blocks.chunk_positions = p.chunk_positions * of_block;
+    const dim3 grid(static_cast<unsigned>(p.samples * blocks.chunks),
                     static_cast<unsigned>(policy.tiles));
-    return gpu_launch_as(kGradient, &group_norm_rows_backward_kernel<T, kGradient>, grid, block, 0,
-                         1, stream, p, chunks, group_channels);
+    return gpu_launch_as(kGradient, &group_norm_rows_backward_kernel<T, kGradient>, grid, block,
+                         group_norm_backward_bytes(p, info, policy, !kGradient), 1, stream, blocks,
+                         parts, Divisor(blocks.chunks), group_channels);
   }
   const dim3 grid(static_cast<unsigned>(plane_blocks(p)));
-  return gpu_launch_as(kGradient, &group_norm_planes_kernel<T, kGradient>, grid, block, 0, 1,
-                       stream, p, PlaneDivisors{chunks, p.channels, group_channels});
+  return gpu_launch_as(kGradient, &group_norm_planes_kernel<T, kGradient>, grid, block,
+                       group_norm_backward_bytes(p, info, policy, false), 1, stream, p,
+                       PlaneDivisors{p.chunks, p.channels, group_channels});
 }
 
-gpuError launch_reduce(const GroupNormBackward& p, int64_t parts, gpuStream stream) {
-  const FinishGroupNorm finish{p.sums,         p.grad_weight, p.grad_bias,
-                               p.weight_dtype, p.bias_dtype,  p.channels};
-  return reduce_partials({p.partials, p.samples, parts, 2, p.channels}, stream, finish);
+// Adds up the parts of each sample: into p.sums, and into gradients where there is one sample.
+gpuError launch_reduce(const GroupNormBackward& p, gpuStream stream) {
+  const bool alone = p.samples == 1;
+  const FinishGroupNorm finish{p.sums,
+                               alone ? p.grad_weight : nullptr,
+                               alone ? p.grad_bias : nullptr,
+                               p.weight_dtype,
+                               p.bias_dtype,
+                               p.channels};
+  return reduce_partials({p.partials, p.samples, p.chunks, 2, p.channels}, stream, finish);
+}
+
+// Means, if grad_x is needed, and gradients if launch_reduce has not written them.
+gpuError launch_means(const GroupNormBackward& p, gpuStream stream) {
+  const bool adds =
+      (p.samples > 1 || p.chunks == 1) && (p.grad_weight != nullptr || p.grad_bias != nullptr);
+  const int threads =
+      std::clamp(next_power_of_two(p.group_channels), kWarpSize, kGroupNormMeansThreads);
+  const dim3 block(threads, kGroupNormMeansThreads / threads);
+  const int64_t mean_blocks = p.grad_x == nullptr ? 0 : ceil_div(p.samples * p.groups, block.y);
+  const int64_t blocks = mean_blocks + (adds ? ceil_div(p.channels, kWarpSize) : 0);
+  if (blocks == 0) return gpuSuccess;
+  return gpu_launch_after(&group_norm_means_kernel, dim3(static_cast<unsigned>(blocks)), block,
+                          stream, p, Divisor(p.groups), static_cast<int>(mean_blocks));
 }
 
 gpuError launch_cluster(const GroupNormBackward& p, const GroupNormPolicy& policy,
                         gpuStream stream) {
   const gpuError error = launch_group_norm_backward_cluster(p, policy, stream);
   const bool is_done = p.samples == 1 || (p.grad_weight == nullptr && p.grad_bias == nullptr);
-  return error != gpuSuccess || is_done ? error : launch_reduce(p, 1, stream);
+  if (error != gpuSuccess || is_done) return error;
+  const FinishGroupNorm finish{nullptr,        p.grad_weight, p.grad_bias,
+                               p.weight_dtype, p.bias_dtype,  p.channels};
+  return reduce_partials({p.partials, 1, p.samples, 2, p.channels}, stream, finish);
 }
 
 GroupNormPolicy policy_of(const GroupNormBackward& p, int device) {
@@ -344,7 +440,8 @@ void group_norm_backward_chunks(GroupNormBackward& p, int device) {
   group_norm_set_chunks(p, policy_of(p, device));
 }
 
-const char* group_norm_backward(const GroupNormBackward& p, int device, void* raw_stream) {
+const char* group_norm_backward(const GroupNormBackward& given, int device, void* raw_stream) {
+  GroupNormBackward p = given;
   const gpuStream stream = static_cast<gpuStream>(raw_stream);
   const GroupNormPolicy policy = policy_of(p, device);
   if (policy.cluster) return message_of(launch_cluster(p, policy, stream));
@@ -353,17 +450,19 @@ const char* group_norm_backward(const GroupNormBackward& p, int device, void* ra
   if (std::max(blocks, groups) > kGroupNormMostBlocks) return kGroupNormTooMany;
   const auto launch = [&](auto gradient) {
     return dispatch_size(p.dtype, [&](auto tag) {
-      return launch_chunks<typename decltype(tag)::type, decltype(gradient)::value>(p, stream);
+      return launch_chunks<typename decltype(tag)::type, decltype(gradient)::value>(p, device,
+                                                                                    stream);
     });
   };
   gpuError error = launch(std::false_type{});
-  if (error != gpuSuccess) return message_of(error);
-  error = launch_reduce(p, p.chunks, stream);
+  if (p.chunks == 1) {
+    p.sums = p.partials;  // there is nothing to add up
+  } else if (error == gpuSuccess) {
+    error = launch_reduce(p, stream);
+  }
+  if (error == gpuSuccess) error = launch_means(p, stream);
   if (error != gpuSuccess || p.grad_x == nullptr) return message_of(error);
-  const dim3 grid(static_cast<unsigned>(ceil_div(groups, kGroupNormMeansThreads / kWarpSize)));
-  error = gpu_launch_after(&group_norm_means_kernel, grid, dim3(kGroupNormMeansThreads), stream, p,
-                           Divisor(p.groups));
-  return message_of(error != gpuSuccess ? error : launch(std::true_type{}));
+  return message_of(launch(std::true_type{}));
 }
 
 }  // namespace gpu

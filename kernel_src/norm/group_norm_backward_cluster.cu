@@ -216,6 +216,7 @@ __global__ void __launch_bounds__(kGroupNormClusterThreads, kGroupNormRowsBackwa
   const T* x = rows.start(static_cast<const T*>(p.x), p.x_stride) + rows.channel;
   const T* grad_out =
       rows.start(static_cast<const T*>(p.grad_out), p.grad_out_stride) + rows.channel;
+  const ScaledFactorsLoading<T> loading(p, rows, group_channels);
   held.start_rows({grad_out, x}, is_aligned_16(x) && is_aligned_16(grad_out), count, step);
 
   // Past the vectors: A and B of all threads' channels, of slices of the block's positions, and of
@@ -227,7 +228,7 @@ __global__ void __launch_bounds__(kGroupNormClusterThreads, kGroupNormRowsBackwa
   float2* of_slices = of_threads + N * pitch;                                   // [slices, width]
   float2* of_blocks = of_slices + slices * width;                               // [cluster, width]
   float* all_factors = reinterpret_cast<float*>(of_blocks + cluster * width);
-  const auto factors = scaled_factors_of(p, rows, group_channels);
+  const auto factors = loading.factors(p, rows);
   const int thread = thread_of_block(), lane = thread % kWarpSize, warp = thread / kWarpSize;
   float sums[2][N] = {};
   held.for_each(count, p.dtype, [&](float(&values)[2][N], int) {

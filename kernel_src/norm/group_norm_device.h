@@ -24,49 +24,85 @@ __device__ __forceinline__ int thread_of_block() {
 
 // ---- vectors under way ----
 
-// Vectors of some tensors that a thread has loaded and not used yet. They are used one after the
-// other in a loop that is not unrolled: its body is most of a kernel's code.
-template <typename T, int kTensors, int kAhead>
+// Vectors that a thread has loaded and not used yet. They are used one after the other in a loop
+// that is not unrolled: its body is most of a kernel's code.
+template <typename T, int kAhead>
 struct VectorsAhead {
   using V = Vector<T, 16 / sizeof(T)>;
-  V vectors[kAhead][kTensors];
+  V vectors[kAhead];
 
   __device__ __forceinline__ void next() {
 #pragma unroll
-    for (int i = 0; i + 1 < kAhead; ++i) {
+    for (int i = 0; i + 1 < kAhead; ++i) vectors[i] = vectors[i + 1];
+  }
+};
+
+// Vectors of some tensors that a thread copies to shared memory, kDepth - 1 of each under way, and
+// uses in order. It reads nothing but what it has copied itself, so that
+// nothing waits for other threads. `shared` has room for kDepth * kTensors vectors of each thread.
+template <typename T, int kTensors, int kDepth>
+struct CopiesAhead {
+  using V = Vector<T, 16 / sizeof(T)>;
+  V* const own;
+  const int threads;  // vectors of a thread are so far apart
+  int left;           // that are not started
+  int used = 0, free = 0;
+
+  __device__ __forceinline__ CopiesAhead(void* shared, int count)
+      : own(static_cast<V*>(shared) + thread_of_block()),
+        threads(static_cast<int>(blockDim.x * blockDim.y)),
+        left(count) {}
+
+  // start(targets, step): starts to copy the next vector of each tensor, `step` vectors apart.
+  template <typename Start>
+  __device__ __forceinline__ void fill(const Start& start) {
+#pragma unroll 1
+    for (int i = 0; i < kDepth - 1; ++i) start_next(start);
+  }
+  template <typename Start>
+  __device__ __forceinline__ void next(V (&vectors)[kTensors], const Start& start) {
+    cp_async_wait_group(kDepth - 2);
 #pragma unroll
-      for (int t = 0; t < kTensors; ++t) vectors[i][t] = vectors[i + 1][t];
-    }
+    for (int t = 0; t < kTensors; ++t) vectors[t] = own[used + t * threads];
+    advance(used);
+    start_next(start);  // NOTE: in the place of what was used in the last round
+  }
+
+ private:
+  __device__ __forceinline__ void advance(int& slot) const {
+    slot = slot == (kDepth - 1) * kTensors * threads ? 0 : slot + kTensors * threads;
+  }
+  template <typename Start>
+  __device__ __forceinline__ void start_next(const Start& start) {
+    if (left > 0) start(own + free, threads);
+    advance(free);
+    --left;
+    cp_async_commit_group();
   }
 };
 
 // ---- planes: contiguous elements. Neighbouring threads (x) have vectors side by side ----
 
-// body(vectors, column) for this thread's vectors of [0, span), kAhead of them under way where all
-// tensors are aligned; otherwise they start anywhere. The order is the same. The planes have `size`
+// body(vector, column) for this thread's vectors of [0, span), kAhead of them under way where the
+// tensor is aligned; otherwise they start anywhere. The order is the same. The plane has `size`
 // elements; past them vectors are zero. NOTE: all threads of a block go round equally often.
-template <typename T, int kAhead, int kTensors, typename Body>
-__device__ __forceinline__ void for_vectors(const T* const (&rows)[kTensors], int size, int span,
-                                            bool aligned, const Body& body) {
+template <typename T, int kAhead, typename Body>
+__device__ __forceinline__ void for_vectors(const T* plane, int size, int span, bool aligned,
+                                            const Body& body) {
   constexpr int N = 16 / sizeof(T);
   const int step = static_cast<int>(blockDim.x) * N;
   int column = static_cast<int>(threadIdx.x) * N;
 #pragma unroll 1
   for (int base = 0; base < span;) {
-    VectorsAhead<T, kTensors, kAhead> ahead;
+    VectorsAhead<T, kAhead> ahead;
     int count = 1;
     if (aligned && base + kAhead * step <= size) {
       count = kAhead;
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-#pragma unroll
-        for (int t = 0; t < kTensors; ++t)
-          ahead.vectors[i][t] = Vector<T, N>::load(rows[t] + column + i * step);
-      }
+      for (int i = 0; i < kAhead; ++i)
+        ahead.vectors[i] = Vector<T, N>::load(plane + column + i * step);
     } else {
-#pragma unroll
-      for (int t = 0; t < kTensors; ++t)
-        ahead.vectors[0][t] = load<false, N>(rows[t], column, size);
+      ahead.vectors[0] = load<false, N>(plane, column, size);
     }
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -198,13 +234,22 @@ __device__ __forceinline__ void activate(bool silu, float (&y)[N]) {
   for (int k = 0; k < N; ++k) y[k] = gate_of<typename GpuMath<T>::Shared>(true, y[k]).value;
 }
 
+// The slope of silu at v, v * sigmoid(v). In half precision of few instructions: what 1 -
+// sigmoid(v) loses where it is small counts for nothing in a slope of about one.
+template <typename T>
+__device__ __forceinline__ float silu_slope(float v) {
+  if constexpr (sizeof(T) == sizeof(float)) return gate_of<GpuMath<T>>(true, v).slope;
+  const float sigmoid = reciprocal_of_normal(1.0f + exp2_approximate(-1.4426950408889634f * v));
+  return fmaf(sigmoid, fmaf(-v, sigmoid, v), sigmoid);
+}
+
 // grad_out, in its place times the slope of the activation at y.
 template <typename T, int N>
 __device__ __forceinline__ void through_activation(bool silu, const float (&y)[N],
                                                    float (&grad_out)[N]) {
   if (!silu) return;
 #pragma unroll
-  for (int k = 0; k < N; ++k) grad_out[k] *= gate_of<typename GpuMath<T>::Shared>(true, y[k]).slope;
+  for (int k = 0; k < N; ++k) grad_out[k] *= silu_slope<T>(y[k]);
 }
 
 // ---- channels last: a thread has N channels of every so many positions ----
@@ -249,64 +294,23 @@ struct GroupNormRows {
     const int threads = static_cast<int>(blockDim.y);
     return size() > y ? (size() - y - 1) / threads + 1 : 0;
   }
-  // body(vectors, row) for this thread's vectors of its rows, kAhead of them under way where all
-  // tensors are aligned. The order is the same. `row`: elements from a tensor's start to it.
-  // before(vectors): of the first of those that are under way. kUnroll: a body of few instructions
-  // takes fewer than to move the vectors on.
-  template <int kAhead, int kTensors, bool kUnroll, typename Before, typename Body>
-  __device__ __forceinline__ void for_rows(const T* const (&tensors)[kTensors], bool aligned,
-                                           const Before& before, const Body& body) const {
-    const int64_t step = int64_t{blockDim.y} * channels;
-    const bool ahead_fits = aligned && channel < channels;
-    int64_t row = 0;
-#pragma unroll 1
-    for (int left = count(); left > 0;) {
-      VectorsAhead<T, kTensors, kAhead> ahead;
-      int count = 1;
-      if (ahead_fits && left >= kAhead) {
-        count = kAhead;
+  // Starts to copy this thread's vector of a row into shared memory; where it is neither aligned
+  // nor of whole words, copies it. What is past the end of the row is zero.
+  __device__ __forceinline__ void start_copy(Vector<T, N>* target, const T* row,
+                                             bool aligned) const {
+    if (aligned && channel < channels) {
+      cp_async<16>(target, row + channel);
+    } else if (has_words(row)) {
+      constexpr int kElements = 4 / sizeof(T);
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-#pragma unroll
-          for (int t = 0; t < kTensors; ++t)
-            ahead.vectors[i][t] = Vector<T, N>::load(tensors[t] + row + i * step + channel);
-        }
-      } else if (ahead_fits) {
-#pragma unroll
-        for (int t = 0; t < kTensors; ++t)
-          ahead.vectors[0][t] = Vector<T, N>::load(tensors[t] + row + channel);
-      } else {
-#pragma unroll
-        for (int t = 0; t < kTensors; ++t) {
-          const T* from = tensors[t] + row;
-          ahead.vectors[0][t] = has_words(from)
-                                    ? Vector<T, N>::load_words(from, channel, channels)
-                                    : Vector<T, N>::load_elements(from, channel, channels);
-        }
+      for (int k = 0; k < N; k += kElements) {
+        const bool inside = channel + k < channels;
+        cp_async_zfill<4>(reinterpret_cast<uint32_t*>(target) + k / kElements,
+                          inside ? row + channel + k : row, inside ? 4 : 0);
       }
-      left -= count;
-      before(ahead.vectors[0]);
-      if constexpr (kUnroll) {
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          if (i < count) body(ahead.vectors[i], row + i * step);
-        }
-        row += count * step;
-      } else {
-#pragma unroll 1
-        for (int i = 0; i < count; ++i) {
-          body(ahead.vectors[0], row);
-          ahead.next();
-          row += step;
-        }
-      }
+    } else {
+      *target = Vector<T, N>::load_elements(row, channel, channels);
     }
-  }
-  template <int kAhead, int kTensors, typename Body>
-  __device__ __forceinline__ void for_rows(const T* const (&tensors)[kTensors], bool aligned,
-                                           const Body& body) const {
-    for_rows<kAhead, kTensors, false>(
-        tensors, aligned, [](const Vector<T, N>(&)[kTensors]) {}, body);
   }
   __device__ __forceinline__ void write(const Vector<T, N>& vector, T* row, bool aligned) const {
     if (aligned && channel < channels) {
@@ -357,6 +361,56 @@ struct ChannelMoments {
     }
   }
 };
+
+// Weights and biases of a thread's channels on their way: all loads are started together, and
+// before tensors are copied, as each load waits for those that its thread has started before.
+template <typename T>
+struct ChannelLoading {
+  static constexpr int N = 16 / sizeof(T);
+  RuntimeLoading<T, N, false> weights, biases;
+
+  __device__ __forceinline__ ChannelLoading(const GroupNormInput& p, const GroupNormRows<T>& rows) {
+    weights.start(RuntimeValues<T>(p.weight, p.weight_dtype), rows.channel, rows.channels);
+    biases.start(RuntimeValues<T>(p.bias, p.bias_dtype), rows.channel, rows.channels);
+  }
+  __device__ __forceinline__ void finish(const GroupNormInput& p, const GroupNormRows<T>& rows,
+                                         float (&weight)[N], float (&bias)[N]) const {
+    finish(weights, p.weight, p.weight_dtype, rows, 1.0f, weight);
+    finish(biases, p.bias, p.bias_dtype, rows, 0.0f, bias);
+  }
+
+ private:
+  static __device__ __forceinline__ void finish(const RuntimeLoading<T, N, false>& loading,
+                                                const void* data, DType dtype,
+                                                const GroupNormRows<T>& rows, float missing,
+                                                float (&floats)[N]) {
+    const RuntimeValues<T> values(data, dtype);
+    if (values.is_packed()) {
+      unpack(loading.packed, dtype, floats);  // of either type of half precision
+    } else {
+      loading.finish(values, rows.channel, rows.channels, missing, floats);
+    }
+  }
+};
+
+// Pairs of the groups of a thread's channels. Past the last channel, of some group.
+template <typename T, int N = GroupNormRows<T>::N>
+__device__ __forceinline__ void pairs_of_channels(const GroupNormInput& p,
+                                                  const GroupNormRows<T>& rows,
+                                                  const Divisor& group_channels, const float* pairs,
+                                                  float2 (&of_channels)[N]) {
+  const int per_group = static_cast<int>(p.group_channels), last = static_cast<int>(p.groups) - 1;
+  int group = static_cast<int>(quotient(rows.channel, group_channels));
+  int end = (group + 1) * per_group - rows.channel;
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    if (k == end) {
+      ++group;
+      end += per_group;
+    }
+    of_channels[k] = pair_of_group(pairs, rows.sample * p.groups + min(group, last));
+  }
+}
 
 template <typename T>
 __device__ __forceinline__ void write_vector(const Vector<T, 16 / sizeof(T)>& vector, T* target,

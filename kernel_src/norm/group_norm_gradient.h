@@ -1,5 +1,5 @@
-// What the kernels of group_norm's backward that read tensors once have in common (formulas:
-// norm/group_norm.h). They take rstd into the factors of all elements.
+// What the kernels of group_norm's backward have in common (formulas: norm/group_norm.h). They take
+// rstd into the factors of all elements.
 #pragma once
 
 #include "norm/group_norm_device.h"
@@ -11,14 +11,23 @@ namespace {
 template <int N>
 struct ScaledFactors {
   float mean[N], rstd[N], factor[N], bias[N];  // factor: rstd * weight
+};
 
-  __device__ __forceinline__ void set(int k, const GroupNormBackward& p, int64_t sample,
-                                      int64_t channel, int64_t group) {
-    const float2 statistics = pair_of_group(p.statistics, sample * p.groups + group);
-    mean[k] = statistics.x;
-    rstd[k] = statistics.y;
-    factor[k] = statistics.y * value_or(p.weight, p.weight_dtype, channel, 1.0f);
-    bias[k] = value_or(p.bias, p.bias_dtype, channel, 0.0f);
+// Those of one channel on their way.
+struct ScaledFactorLoading {
+  float2 statistics;
+  RuntimeValueLoading weight, bias;
+
+  __device__ __forceinline__ ScaledFactorLoading(const GroupNormBackward& p, int64_t sample,
+                                                 int64_t channel, int64_t group)
+      : statistics(pair_of_group(p.statistics, sample * p.groups + group)),
+        weight(p.weight, p.weight_dtype, channel),
+        bias(p.bias, p.bias_dtype, channel) {}
+  __device__ __forceinline__ ScaledFactors<1> factors(const GroupNormBackward& p) const {
+    return {{statistics.x},
+            {statistics.y},
+            {statistics.y * weight.finish(p.weight, p.weight_dtype, 1.0f)},
+            {bias.finish(p.bias, p.bias_dtype, 0.0f)}};
   }
 };
 
@@ -43,6 +52,11 @@ __device__ __forceinline__ float gradient_of(float a, float from_mean, float fac
   return fmaf(a, factor, -fmaf(from_mean, scaled_means.y, scaled_means.x));
 }
 
+// The two means over a group, as gradient_of is given them.
+__device__ __forceinline__ float2 scaled(float2 means, float rstd) {
+  return make_float2(rstd * means.x, rstd * rstd * means.y);
+}
+
 __device__ __forceinline__ void add(float2& sum, float2 pair) {
   sum.x += pair.x;
   sum.y += pair.y;
@@ -65,15 +79,32 @@ __device__ __forceinline__ void write_gradients(const GroupNormBackward& p, int6
   if (p.grad_weight != nullptr) store_value(p.grad_weight, p.weight_dtype, channel, sums.y);
 }
 
+// Channels last: those of a thread's channels.
 template <typename T>
-__device__ __forceinline__ ScaledFactors<16 / sizeof(T)> scaled_factors_of(
-    const GroupNormBackward& p, const GroupNormRows<T>& rows, const Divisor& group_channels) {
-  ScaledFactors<16 / sizeof(T)> factors{};
-  rows.for_channels([&](int k, int channel) {
-    factors.set(k, p, rows.sample, channel, quotient(channel, group_channels));
-  });
-  return factors;
-}
+struct ScaledFactorsLoading {
+  static constexpr int N = 16 / sizeof(T);
+  ChannelLoading<T> channels;
+  float2 statistics[N];
+
+  __device__ __forceinline__ ScaledFactorsLoading(const GroupNormBackward& p,
+                                                  const GroupNormRows<T>& rows,
+                                                  const Divisor& group_channels)
+      : channels(p, rows) {
+    pairs_of_channels<T>(p, rows, group_channels, p.statistics, statistics);
+  }
+  __device__ __forceinline__ ScaledFactors<N> factors(const GroupNormBackward& p,
+                                                      const GroupNormRows<T>& rows) const {
+    ScaledFactors<N> factors;
+    channels.finish(p, rows, factors.factor, factors.bias);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      factors.mean[k] = statistics[k].x;
+      factors.rstd[k] = statistics[k].y;
+      factors.factor[k] *= statistics[k].y;
+    }
+    return factors;
+  }
+};
 
 }  // namespace
 }  // namespace fuselage

@@ -12,9 +12,8 @@ namespace fuselage {
 
 // Threads of a block, at most, by which the kernels get their registers.
 constexpr int kGroupNormFlatThreads = 512, kGroupNormRowsThreads = 256;
-// 16-byte vectors of a thread that are under way at once, where moments are taken; and of each
-// tensor where results are written or there are two of them.
-constexpr int kGroupNormAhead = 4, kGroupNormFewAhead = 2;
+// 16-byte vectors of a thread that are under way at once.
+constexpr int kGroupNormAhead = 4;
 
 // Channels last, in the forward: threads of a block, at most, and blocks of a multiprocessor, by
 // which the kernels get their registers; chunks of a sample, unless it is small or large; and lanes
@@ -57,19 +56,24 @@ constexpr int64_t kGroupNormClusterWholeBytes = 32 * 1024;
 // The same of the backward, which holds x and grad_out: blocks of a multiprocessor, by which the
 // kernels get their registers; bytes of a block, flat the wanted and the most, and channels last;
 // bytes of a group or tile, at least, and of a flat one for which blocks have all threads, where
-// others have half without silu; and channels of a group, at most, or of a tile.
+// others have half without silu; channels of a group, at most, or of a tile; and bytes of a sample,
+// channels last.
 //
 // On an H100, bfloat16, 32 groups, us with one kernel and with four: flat, two samples of
 // (640, 64, 64) 20.7 and 25.9, (320, 64, 64) 13.5 and 16.7, (1280, 32, 32) 13.9 and 16.9,
 // (1280, 16, 16) 9.3 and 10.6. 256 threads take 22.6 for the first: clusters of 8 then want nearly
 // all the room that there is, and some wait. With silu, 256 threads, 27.8 and 29.3. Channels last,
-// (640, 64, 64) 33.0 and 38.9, (1280, 32, 32) 16.4 and 22.3; with 40 KB a block, 23.1.
+// (640, 64, 64) 33.0 and 38.9, (1280, 32, 32) 16.4 and 22.3; with 40 KB a block, 23.1. Then four
+// kernels became faster. On an H200, channels last with silu, in one and in four: two samples of
+// (640, 64, 64) 30.7 and 25.7, eight 85 and 70, one 17.9 and 19.9; two of (320, 64, 64) 19.7 and
+// 23.1, eight 51 and 42; two of (1280, 32, 32) 15.9 and 24.0.
 constexpr int kGroupNormBackwardClusterBlocks = 4, kGroupNormRowsBackwardClusterBlocks = 2;
 constexpr int64_t kGroupNormBackwardHeldBytes = 20 * 1024, kGroupNormBackwardFlatBytes = 40 * 1024;
 constexpr int64_t kGroupNormBackwardRowsBytes = 82000;
 constexpr int64_t kGroupNormBackwardLeastBytes = 8 * 1024;
 constexpr int64_t kGroupNormBackwardSmallBytes = 64 * 1024;
 constexpr int64_t kGroupNormBackwardChannels = 512;
+constexpr int64_t kGroupNormBackwardRowsSampleBytes = 4 * 1024 * 1024;
 
 // Where the shared memory of all multiprocessors holds a flat group (norm/group_norm_grid.cu):
 // warps of a block, by what they do; bytes of a chunk, at most, and channels that one may have a
@@ -89,6 +93,19 @@ constexpr int kGroupNormGridThreads =
 constexpr int64_t kGroupNormGridChunkBytes = 24 * 1024;
 constexpr int kGroupNormGridChannels = 16;
 constexpr int kGroupNormGridStateBytes = 320;
+
+// The backward with several kernels: blocks of a multiprocessor, by which they get their registers;
+// and, channels last, parts of a sample that have sums of their own, unless it is small.
+//
+// On an H200, bfloat16, two samples of (320, 128, 128), channels last with silu, take 36.3 us with
+// 256 parts, 39.4 with 512; one of (256, 512, 512) 174 and, with 128, 193. With registers for three
+// blocks these spill: with a block for each part, (256, 512, 512) 225, and 185 with two. Flat,
+// blocks that go on with another plane, as those of rows do with another part, were no faster.
+constexpr int kGroupNormRowsBackwardBlocks = 2, kGroupNormPlanesBackwardBlocks = 4;
+constexpr int kGroupNormRowsBackwardParts = 256;
+
+// Vectors of a tensor that a thread has in shared memory, where it copies ahead.
+constexpr int group_norm_copies_ahead(bool has_async_copy) { return has_async_copy ? 5 : 2; }
 
 // Blocks are counted in 32 bits.
 constexpr int64_t kGroupNormMostBlocks = (int64_t{1} << 31) - 1;
@@ -145,22 +162,34 @@ inline GroupNormPolicy group_norm_flat_policy(const GroupNormInput& p, int64_t p
 
 // Channels last: threads (x) for a vector of channels each, side by side, and for positions (y).
 // Channels for which a block has no threads are cut into tiles. About `parts` chunks, unless they
-// would be small or large, of a multiple of `step` positions for each row of threads, if not 0.
+// would be small or large. `evenly`: rows of threads have as many positions of a chunk as others,
+// and tiles of whole lines of memory are cut in two where a fourth of the threads would have none:
+// the backward of two samples of (1280, 64, 64), bfloat16 with silu, takes 38 us so on an H200, not
+// 42.
 inline GroupNormPolicy group_norm_rows_policy(const GroupNormInput& p, int threads, int64_t parts,
-                                              int64_t most_bytes, int64_t step) {
+                                              int64_t most_bytes, bool evenly) {
   const int size = dtype_size(p.dtype);
   const int64_t vectors = ceil_div(p.channels, 16 / size);
   GroupNormPolicy policy{};
   policy.tiles = ceil_div(vectors, threads);
-  policy.threads_x = static_cast<int>(ceil_div(vectors, policy.tiles));
-  policy.threads_y = threads / policy.threads_x;  // with x at least a warp
+  const auto set_threads = [&] {
+    policy.threads_x = static_cast<int>(ceil_div(vectors, policy.tiles));
+    policy.threads_y = threads / policy.threads_x;  // with x at least a warp
+  };
+  set_threads();
+  constexpr int kVectorsOfLine = 8;
+  if (evenly && 4 * policy.threads_x * policy.threads_y < 3 * threads &&
+      vectors % (2 * policy.tiles * kVectorsOfLine) == 0) {
+    policy.tiles *= 2;
+    set_threads();
+  }
   policy.chunk_channels = p.channels;
   const int64_t bytes =
       group_norm_chunk_bytes(p.channels * p.positions * size, parts, 16 * 1024, most_bytes);
   const int64_t positions = bytes / (int64_t{policy.threads_x} * 16);
   // No more than 1024 chunks, which one block adds up.
   policy.chunk_positions = round_up(std::max({positions, ceil_div(p.positions, 1024), int64_t{1}}),
-                                    std::max<int64_t>(1, step * policy.threads_y));
+                                    evenly ? policy.threads_y : 1);
   policy.chunks = ceil_div(p.positions, policy.chunk_positions);
   return policy;
 }
@@ -274,6 +303,19 @@ inline bool group_norm_grid_policy(const GroupNormInput& p, const DeviceInfo& de
          (kGroupNormGridChannels - 2) * (p.positions / vector_size) >= chunk_vectors;
 }
 
+// Shared memory for the vectors that the threads of a block copy ahead.
+inline int group_norm_copies_bytes(const DeviceInfo& device, const GroupNormPolicy& policy,
+                                   int tensors) {
+  return policy.threads_x * policy.threads_y * group_norm_copies_ahead(device.has_async_copy) *
+         tensors * 16;
+}
+
+// The same of moments, channels last, whose pairs take their place.
+inline int group_norm_rows_moments_bytes(const GroupNormInput& p, const DeviceInfo& device,
+                                         const GroupNormPolicy& policy) {
+  return std::max(group_norm_copies_bytes(device, policy, 1), 8 * group_norm_rows_pairs(p, policy));
+}
+
 // Channels last: shared memory of a block that holds its chunk (norm/group_norm_rows_grid.cu), with
 // pairs of all channels and groups.
 inline int64_t group_norm_rows_grid_bytes(const GroupNormInput& p, const GroupNormPolicy& policy) {
@@ -346,7 +388,8 @@ inline bool group_norm_flat_backward_cluster(const GroupNormInput& p, GroupNormP
 inline bool group_norm_rows_backward_cluster(const GroupNormInput& p, GroupNormPolicy& policy) {
   const int size = dtype_size(p.dtype), vector_size = 16 / size;
   const int64_t width = group_norm_tile_channels(p);
-  if (width == 0) return false;
+  const int64_t sample_bytes = p.channels * p.positions * size;
+  if (width == 0 || sample_bytes > kGroupNormBackwardRowsSampleBytes) return false;
   const int64_t tiles = p.channels / width, bytes = 2 * p.positions * width * size;
   if (width > kGroupNormBackwardChannels || width / p.group_channels > kGroupNormClusterParts ||
       tiles > kMostBlocksAlongY || bytes < kGroupNormBackwardLeastBytes)
@@ -371,7 +414,7 @@ inline bool group_norm_backward_cluster_policy(const GroupNormInput& p, const De
 inline GroupNormPolicy group_norm_forward_policy(const GroupNormInput& p) {
   if (p.channels_last)
     return group_norm_rows_policy(p, kGroupNormRowsForwardThreads, kGroupNormRowsForwardChunks,
-                                  512 * 1024, 0);
+                                  512 * 1024, false);
   const int size = dtype_size(p.dtype);
   const int64_t bytes = p.group_size * size;
   if (bytes <= kGroupNormWholeBytes) {
@@ -385,15 +428,41 @@ inline GroupNormPolicy group_norm_forward_policy(const GroupNormInput& p) {
       parts == 1 ? kGroupNormChunkBytes : ceil_div(p.positions, parts) * size, 1);
 }
 
+// Channels last in the backward, with several kernels: parts that a block has one after the other.
+// All blocks are on the GPU at once, or, where there are too many samples for that, go round a few
+// times: as often as takes least, where a block takes as long to start as for some rows.
+inline int group_norm_rows_parts_of_block(const GroupNormInput& p, const DeviceInfo& device,
+                                          const GroupNormPolicy& policy) {
+  constexpr int64_t kRowsOfStart = 4;
+  const int64_t at_once = int64_t{device.multiprocessors} * kGroupNormRowsBackwardBlocks;
+  const int64_t rows = policy.chunk_positions / policy.threads_y;
+  int64_t best = policy.chunks, least = INT64_MAX;
+  for (int64_t turns = 1; turns <= 4; ++turns) {
+    const int64_t blocks = turns * at_once / (p.samples * policy.tiles);  // of a sample
+    const int64_t parts = ceil_div(policy.chunks, std::clamp<int64_t>(blocks, 1, policy.chunks));
+    const int64_t time = turns * (parts * rows + kRowsOfStart);
+    if (blocks > 0 && time < least) best = parts, least = time;
+  }
+  return static_cast<int>(best);
+}
+
+// Shared memory of a block: vectors that are copied ahead and, channels last, sums of its threads.
+inline int group_norm_backward_bytes(const GroupNormInput& p, const DeviceInfo& device,
+                                     const GroupNormPolicy& policy, bool sums) {
+  const int threads = policy.threads_x * policy.threads_y, vector_size = 16 / dtype_size(p.dtype);
+  return group_norm_copies_bytes(device, policy, 2) + (sums ? (threads | 1) * vector_size * 8 : 0);
+}
+
 // Flat, a chunk is one of a plane: it has sums of every channel. Small planes share a block.
 inline GroupNormPolicy group_norm_backward_policy(const GroupNormInput& p) {
   if (p.channels_last)
-    return group_norm_rows_policy(p, kGroupNormRowsThreads, 256, 128 * 1024, kGroupNormAhead);
+    return group_norm_rows_policy(p, kGroupNormRowsThreads, kGroupNormRowsBackwardParts, INT64_MAX,
+                                  true);
   const int64_t bytes = p.positions * dtype_size(p.dtype);
   const int64_t chunk_bytes = group_norm_chunk_bytes(bytes, 32, 64 * 1024, 128 * 1024);
   GroupNormPolicy policy =
-      group_norm_flat_policy(p, 1, kGroupNormRowsThreads, kGroupNormFewAhead, chunk_bytes,
-                             kGroupNormRowsThreads * kGroupNormFewAhead);
+      group_norm_flat_policy(p, 1, kGroupNormRowsThreads, kGroupNormAhead, chunk_bytes,
+                             kGroupNormRowsThreads * kGroupNormAhead);
   policy.threads_y = std::max(1, kGroupNormRowsThreads / 2 / policy.threads_x);
   return policy;
 }
