@@ -89,6 +89,11 @@ __global__ void __launch_bounds__(kGroupNormFlatThreads, 2)
   using V = Vector<T, N>;
   const unsigned block = takes_moments ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
   const FlatChunk<T> chunk(p, divisors, block);
+  // Of the next plane of this thread.
+  const auto values_of = [&](int plane) {
+    return ChannelValues(p, chunk.channel + plane, applies && plane < chunk.channels);
+  };
+  ChannelValues channel = values_of(static_cast<int>(threadIdx.y));
   const T* x = static_cast<const T*>(p.x) + chunk.sample * p.x_stride + chunk.offset;
   const bool x_aligned = chunk.aligned(p, x);
 
@@ -121,9 +126,9 @@ __global__ void __launch_bounds__(kGroupNormFlatThreads, 2)
   const bool aligned = x_aligned && chunk.aligned(p, out);
   chunk.for_planes([&](int plane, int size) {
     T* to = out + plane * p.positions;
-    const int64_t channel = chunk.channel + min(plane, chunk.channels - 1);
-    const float factor = statistics.y * value_or(p.weight, p.weight_dtype, channel, 1.0f);
-    const float bias = value_or(p.bias, p.bias_dtype, channel, 0.0f);
+    const float2 pair = channel.pair(p);
+    const float factor = statistics.y * pair.x, bias = pair.y;
+    channel = values_of(plane + static_cast<int>(blockDim.y));
     const auto apply = [&](const V& vector, int column) {
       float values[N];
       unpack(vector, p.dtype, values);

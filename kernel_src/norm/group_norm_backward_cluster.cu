@@ -100,6 +100,11 @@ __global__ void __launch_bounds__(kGroupNormClusterThreads, kGroupNormBackwardCl
   const int64_t of_group = first_channel * p.positions;
   const T* x = static_cast<const T*>(p.x) + sample * p.x_stride + of_group;
   const T* grad_out = static_cast<const T*>(p.grad_out) + sample * p.grad_out_stride + of_group;
+  const float2 statistics = pair_of_group(p.statistics, group);
+  const auto values_of = [&](int i) {
+    return ChannelValues(p, first_channel + i, i < at.channels);
+  };
+  ChannelValues values = values_of(thread);
   at.set(start);
   held.start({grad_out, x}, is_aligned_16(x) && is_aligned_16(grad_out), count, [&] {
     const int here = at.exists() ? offset() : -1;
@@ -111,11 +116,10 @@ __global__ void __launch_bounds__(kGroupNormClusterThreads, kGroupNormBackwardCl
   // them, channel c of warp w in element c + w: of all the cluster's warps, in one of its blocks.
   float2* of_channels = reinterpret_cast<float2*>(shared + 2 * most * held.threads);
   float2* pieces = of_channels + at.channels;
-  const float2 statistics = pair_of_group(p.statistics, group);
   for (int i = thread; i < at.channels; i += held.threads) {
-    const int64_t channel = first_channel + i;
-    of_channels[i] = make_float2(statistics.y * value_or(p.weight, p.weight_dtype, channel, 1.0f),
-                                 value_or(p.bias, p.bias_dtype, channel, 0.0f));
+    const float2 pair = values.pair(p);
+    of_channels[i] = make_float2(statistics.y * pair.x, pair.y);
+    values = values_of(i + held.threads);
   }
   ScaledFactors<1> factors{};
   factors.mean[0] = statistics.x;

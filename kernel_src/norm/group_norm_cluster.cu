@@ -59,19 +59,21 @@ __global__ void __launch_bounds__(kGroupNormClusterThreads, kGroupNormClusterBlo
   const int count = max(left - static_cast<int>(threadIdx.x) + threads - 1, 0) / threads;
   const int first = (start + static_cast<int>(threadIdx.x)) * N;
   const int64_t offset = first_channel * p.positions + first;
-  Held<T> held(shared);
-  const T* x = static_cast<const T*>(p.x) + sample * p.x_stride + offset;
-  held.start_rows({x}, is_aligned_16(x), count, threads * N);
-
-  // Weights and biases of its channels, behind the vectors.
+  // Weights and biases of its channels, behind the vectors. They are asked for before these.
   const int positions = static_cast<int>(p.positions);
   const int block_channel = start * N / positions;
   const int channels = left > 0 ? ((start + left) * N - 1) / positions - block_channel + 1 : 0;
+  const auto values_of = [&](int i) {
+    return ChannelValues(p, first_channel + block_channel + i, i < channels);
+  };
+  ChannelValues values = values_of(static_cast<int>(threadIdx.x));
+  Held<T> held(shared);
+  const T* x = static_cast<const T*>(p.x) + sample * p.x_stride + offset;
+  held.start_rows({x}, is_aligned_16(x), count, threads * N);
   float2* of_channels = reinterpret_cast<float2*>(shared + of_block);
   for (int i = static_cast<int>(threadIdx.x); i < channels; i += threads) {
-    const int64_t channel = first_channel + block_channel + i;
-    of_channels[i] = make_float2(value_or(p.weight, p.weight_dtype, channel, 1.0f),
-                                 value_or(p.bias, p.bias_dtype, channel, 0.0f));
+    of_channels[i] = values.pair(p);
+    values = values_of(i + threads);
   }
   ThreadMoments<N> own;
   held.for_each(count, p.dtype, [&](const float(&values)[1][N], int) { own.add(values[0]); });
@@ -126,6 +128,7 @@ __global__ void __launch_bounds__(kGroupNormClusterThreads, kGroupNormClusterBlo
   const GroupNormRows<T> rows(p, chunks, blockIdx.x);
   const int64_t step = int64_t{blockDim.y} * p.channels;
   const int count = rows.count();
+  const ChannelLoading<T> loading(p, rows);
   Held<T> held(shared);
   const T* x = rows.start(static_cast<const T*>(p.x), p.x_stride) + rows.channel;
   held.start_rows({x}, is_aligned_16(x), count, step);
@@ -149,15 +152,7 @@ __global__ void __launch_bounds__(kGroupNormClusterThreads, kGroupNormClusterBlo
                          for (int i = lane_of_group(); i < cluster; i += kGroupNormRowsLanes)
                            *map_shared_rank(to, i) = m;
                        });
-  cluster_arrive();
-  // NOTE: not before. Behind the copies of x these loads wait for all of them.
-  float weight[N], bias[N];
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    weight[k] = value_or(p.weight, p.weight_dtype, rows.channel + k, 1.0f);
-    bias[k] = value_or(p.bias, p.bias_dtype, rows.channel + k, 0.0f);
-  }
-  cluster_wait();
+  cluster_sync();
   for_groups(groups, [&](int group) {
     const GroupMoments* parts = of_blocks + group * cluster;
     const auto for_parts = [&](const auto& f) {
@@ -174,6 +169,8 @@ __global__ void __launch_bounds__(kGroupNormClusterThreads, kGroupNormClusterBlo
   });
   __syncthreads();
 
+  float weight[N], bias[N];
+  loading.finish(p, rows, weight, bias);
   write_results<T>(p, rows, held, group_channels, of_groups, first_group, weight, bias);
 }
 

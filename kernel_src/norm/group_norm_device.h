@@ -217,9 +217,19 @@ __device__ __forceinline__ float2 statistics_of(const GroupMoments& m, float eps
 
 // ---- channels ----
 
-__device__ __forceinline__ float value_or(const void* data, DType dtype, int64_t i, float missing) {
-  return data == nullptr ? missing : load_value(data, dtype, i);
-}
+// Weight and bias of a channel on their way, if it is `inside`.
+struct ChannelValues {
+  RuntimeValueLoading weight, bias;
+
+  __device__ __forceinline__ ChannelValues(const GroupNormInput& p, int64_t channel,
+                                           bool inside = true)
+      : weight(inside ? p.weight : nullptr, p.weight_dtype, channel),
+        bias(inside ? p.bias : nullptr, p.bias_dtype, channel) {}
+  __device__ __forceinline__ float2 pair(const GroupNormInput& p) const {
+    return make_float2(weight.finish(p.weight, p.weight_dtype, 1.0f),
+                       bias.finish(p.bias, p.bias_dtype, 0.0f));
+  }
+};
 
 // Mean and rstd, or another pair, of a group of a sample.
 __device__ __forceinline__ float2 pair_of_group(const float* pairs, int64_t index) {

@@ -16,18 +16,14 @@ struct ScaledFactors {
 // Those of one channel on their way.
 struct ScaledFactorLoading {
   float2 statistics;
-  RuntimeValueLoading weight, bias;
+  ChannelValues channel;
 
   __device__ __forceinline__ ScaledFactorLoading(const GroupNormBackward& p, int64_t sample,
-                                                 int64_t channel, int64_t group)
-      : statistics(pair_of_group(p.statistics, sample * p.groups + group)),
-        weight(p.weight, p.weight_dtype, channel),
-        bias(p.bias, p.bias_dtype, channel) {}
+                                                 int64_t channel_, int64_t group)
+      : statistics(pair_of_group(p.statistics, sample * p.groups + group)), channel(p, channel_) {}
   __device__ __forceinline__ ScaledFactors<1> factors(const GroupNormBackward& p) const {
-    return {{statistics.x},
-            {statistics.y},
-            {statistics.y * weight.finish(p.weight, p.weight_dtype, 1.0f)},
-            {bias.finish(p.bias, p.bias_dtype, 0.0f)}};
+    const float2 pair = channel.pair(p);
+    return {{statistics.x}, {statistics.y}, {statistics.y * pair.x}, {pair.y}};
   }
 };
 

@@ -330,17 +330,14 @@ __device__ __forceinline__ void watch(const GroupNormForward& p, const GridParam
       .for_chunks([&](const GridChunk& chunk, const Stage<T>& stage) {
         const int channel = chunk.first_channel + lane, of_sample = chunk.channel + channel;
         const bool is_inside = lane < kGroupNormGridChannels && channel < p.group_channels;
-        float weight = 0.0f, bias = 0.0f;
-        if (is_inside) {
-          weight = value_or(p.weight, p.weight_dtype, of_sample, 1.0f);
-          bias = value_or(p.bias, p.bias_dtype, of_sample, 0.0f);
-        }
+        const ChannelValues values(p, of_sample, is_inside);
         if (chunk.group != group) {
           group = chunk.group;
           statistics = statistics_of(
               moments_of_group<N>(p, grid, partials + group * grid.chunks.value), p.eps);
         }
-        if (is_inside) stage.state.of_channels[lane] = make_float2(statistics.y * weight, bias);
+        const float2 pair = values.pair(p);
+        if (is_inside) stage.state.of_channels[lane] = make_float2(statistics.y * pair.x, pair.y);
         if (lane == 0) {
           stage.state.mean = statistics.x;
           if (chunk.first == 0 && p.statistics != nullptr)

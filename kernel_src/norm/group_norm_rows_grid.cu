@@ -55,8 +55,7 @@ __global__ void __launch_bounds__(kGroupNormRowsForwardThreads, kGroupNormRowsFo
   auto arrived = grid.barrier_arrive();
   // NOTE: not before. Behind the copies of x these loads wait for all of them.
   for (int i = thread_of_block(); i < rows.channels; i += held.threads) {
-    of_channels[i] = make_float2(value_or(p.weight, p.weight_dtype, i, 1.0f),
-                                 value_or(p.bias, p.bias_dtype, i, 0.0f));
+    of_channels[i] = ChannelValues(p, i).pair(p);
   }
   grid.barrier_wait(std::move(arrived));
 
