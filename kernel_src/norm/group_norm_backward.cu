@@ -97,6 +97,11 @@ __global__ void __launch_bounds__(kGroupNormRowsThreads, kGroupNormPlanesBackwar
     next += step;
   };
   copies.fill(start);
+  [[maybe_unused]] float2 means{};
+  if constexpr (kGradient) {
+    grid_dependency_wait();
+    means = pair_of_group(p.means, plane.sample * p.groups + plane.group);
+  }
   const ScaledFactors<1> factors = loading.factors(p);
   // a and x - mean of the next vectors.
   const auto next_terms = [&](float(&a)[N], float(&from_mean)[N]) {
@@ -110,9 +115,7 @@ __global__ void __launch_bounds__(kGroupNormRowsThreads, kGroupNormPlanesBackwar
   if constexpr (kGradient) {
     T* grad_x = plane.start(p, all_grad_x, out_stride);
     const bool writes_aligned = plane.aligned(p, all_grad_x, out_stride);
-    grid_dependency_wait();
-    const float2 means =
-        scaled(pair_of_group(p.means, plane.sample * p.groups + plane.group), factors.rstd[0]);
+    means = scaled(means, factors.rstd[0]);
     int column = static_cast<int>(threadIdx.x) * N;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {

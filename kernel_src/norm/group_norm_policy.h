@@ -100,8 +100,9 @@ constexpr int kGroupNormGridStateBytes = 320;
 // On an H200, bfloat16, two samples of (320, 128, 128), channels last with silu, take 36.3 us with
 // 256 parts, 39.4 with 512; one of (256, 512, 512) 174 and, with 128, 193. With registers for three
 // blocks these spill: with a block for each part, (256, 512, 512) 225, and 185 with two. Flat,
-// blocks that go on with another plane, as those of rows do with another part, were no faster.
-constexpr int kGroupNormRowsBackwardBlocks = 2, kGroupNormPlanesBackwardBlocks = 4;
+// chunks of 32 KB take 179 for it, of 64 KB 183, of 128 and 256 KB 190 and 200; blocks that go on
+// with another plane, as those of rows do with another part, were no faster.
+constexpr int kGroupNormRowsBackwardBlocks = 2, kGroupNormPlanesBackwardBlocks = 3;
 constexpr int kGroupNormRowsBackwardParts = 256;
 
 // Vectors of a tensor that a thread has in shared memory, where it copies ahead.
@@ -459,7 +460,7 @@ inline GroupNormPolicy group_norm_backward_policy(const GroupNormInput& p) {
     return group_norm_rows_policy(p, kGroupNormRowsThreads, kGroupNormRowsBackwardParts, INT64_MAX,
                                   true);
   const int64_t bytes = p.positions * dtype_size(p.dtype);
-  const int64_t chunk_bytes = group_norm_chunk_bytes(bytes, 32, 64 * 1024, 128 * 1024);
+  const int64_t chunk_bytes = group_norm_chunk_bytes(bytes, 128, 32 * 1024, 128 * 1024);
   GroupNormPolicy policy =
       group_norm_flat_policy(p, 1, kGroupNormRowsThreads, kGroupNormAhead, chunk_bytes,
                              kGroupNormRowsThreads * kGroupNormAhead);
