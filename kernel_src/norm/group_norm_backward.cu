@@ -21,6 +21,19 @@
 namespace fuselage {
 namespace {
 
+// a and x - mean of the next vectors.
+template <typename T, int N, typename Copies, typename Start, int kChannels>
+__device__ __forceinline__ void copied_terms(Copies& copies, const Start& start,
+                                             const GroupNormBackward& p,
+                                             const ScaledFactors<kChannels>& factors, float (&a)[N],
+                                             float (&from_mean)[N]) {
+  Vector<T, N> vectors[2];
+  copies.next(vectors, start);
+  unpack(vectors[0], p.dtype, a);
+  unpack(vectors[1], p.dtype, from_mean);
+  scaled_terms_of<T>(factors, p.silu, a, from_mean);
+}
+
 // ---- flat ----
 
 struct PlaneDivisors {
@@ -103,13 +116,8 @@ __global__ void __launch_bounds__(kGroupNormRowsThreads, kGroupNormPlanesBackwar
     means = pair_of_group(p.means, plane.sample * p.groups + plane.group);
   }
   const ScaledFactors<1> factors = loading.factors(p);
-  // a and x - mean of the next vectors.
   const auto next_terms = [&](float(&a)[N], float(&from_mean)[N]) {
-    V vectors[2];
-    copies.next(vectors, start);
-    unpack(vectors[0], p.dtype, a);
-    unpack(vectors[1], p.dtype, from_mean);
-    scaled_terms_of<T>(factors, p.silu, a, from_mean);
+    copied_terms<T>(copies, start, p, factors, a, from_mean);
   };
 
   if constexpr (kGradient) {
@@ -221,13 +229,8 @@ __global__ void __launch_bounds__(kGroupNormRowsThreads, kGroupNormRowsBackwardB
   };
   copies.fill(start);
   const ScaledFactors<N> factors = loading.factors(p, rows);
-  // a and x - mean of the next vectors.
   const auto next_terms = [&](float(&a)[N], float(&from_mean)[N]) {
-    V vectors[2];
-    copies.next(vectors, start);
-    unpack(vectors[0], p.dtype, a);
-    unpack(vectors[1], p.dtype, from_mean);
-    scaled_terms_of<T>(factors, p.silu, a, from_mean);
+    copied_terms<T>(copies, start, p, factors, a, from_mean);
   };
 
   if constexpr (kGradient) {

@@ -403,23 +403,34 @@ struct ChannelLoading {
   }
 };
 
+// f(k, group) for each of a thread's channels. Past the last channel, groups may not exist.
+template <typename T, typename F>
+__device__ __forceinline__ void for_groups_of_channels(const GroupNormInput& p,
+                                                       const GroupNormRows<T>& rows,
+                                                       const Divisor& group_channels, const F& f) {
+  const int per_group = static_cast<int>(p.group_channels);
+  int group = static_cast<int>(quotient(rows.channel, group_channels));
+  int end = (group + 1) * per_group - rows.channel;
+#pragma unroll
+  for (int k = 0; k < GroupNormRows<T>::N; ++k) {
+    if (k == end) {
+      ++group;
+      end += per_group;
+    }
+    f(k, group);
+  }
+}
+
 // Pairs of the groups of a thread's channels. Past the last channel, of some group.
 template <typename T, int N = GroupNormRows<T>::N>
 __device__ __forceinline__ void pairs_of_channels(const GroupNormInput& p,
                                                   const GroupNormRows<T>& rows,
                                                   const Divisor& group_channels, const float* pairs,
                                                   float2 (&of_channels)[N]) {
-  const int per_group = static_cast<int>(p.group_channels), last = static_cast<int>(p.groups) - 1;
-  int group = static_cast<int>(quotient(rows.channel, group_channels));
-  int end = (group + 1) * per_group - rows.channel;
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    if (k == end) {
-      ++group;
-      end += per_group;
-    }
+  const int last = static_cast<int>(p.groups) - 1;
+  for_groups_of_channels<T>(p, rows, group_channels, [&](int k, int group) {
     of_channels[k] = pair_of_group(pairs, rows.sample * p.groups + min(group, last));
-  }
+  });
 }
 
 template <typename T>

@@ -225,19 +225,11 @@ __device__ __forceinline__ void write_results(const GroupNormForward& p,
                                               const float2* of_groups, int first_group,
                                               const float (&weight)[N], const float (&bias)[N]) {
   float mean[N], factor[N];
-  const int per_group = static_cast<int>(p.group_channels);
-  int group = static_cast<int>(quotient(rows.channel, group_channels));
-  int end = (group + 1) * per_group - rows.channel;
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    if (k == end) {
-      ++group;
-      end += per_group;
-    }
+  for_groups_of_channels<T>(p, rows, group_channels, [&](int k, int group) {
     const float2 statistics = of_groups[group - first_group];
     mean[k] = statistics.x;
     factor[k] = statistics.y * weight[k];
-  }
+  });
   T* out = rows.start(static_cast<T*>(p.out), p.channels * p.positions) + rows.channel;
   const bool aligned = is_aligned_16(out);
   const int64_t step = int64_t{blockDim.y} * p.channels;
