@@ -3,8 +3,7 @@
 //
 //   sums       blocks leave A and B of every channel in a chunk
 //   reduce     adds these up for each sample (common/reduce_partials.h)
-//   means      a warp for each group takes the two means over it; others add up grad_weight and
-//              grad_bias over samples
+//   means      the two of each group; other blocks add up grad_weight and grad_bias over samples
 //   gradient   writes grad_x
 //
 // Flat, a block has a plane of positions of one channel, or a chunk of it; small planes share one.
@@ -237,11 +236,10 @@ __global__ void __launch_bounds__(kGroupNormRowsThreads, kGroupNormRowsBackwardB
     T* grad_x = rows.start(static_cast<T*>(p.grad_x), p.channels * p.positions) + from;
     const bool writes_aligned = rows.aligned(grad_x);
     grid_dependency_wait();
-    float2 means[N], statistics[N];
+    float2 means[N];
     pairs_of_channels<T>(p, rows, group_channels, p.means, means);
-    pairs_of_channels<T>(p, rows, group_channels, p.statistics, statistics);
 #pragma unroll
-    for (int k = 0; k < N; ++k) means[k] = scaled(means[k], statistics[k].y);
+    for (int k = 0; k < N; ++k) means[k] = scaled(means[k], factors.rstd[k]);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       float a[N], from_mean[N];

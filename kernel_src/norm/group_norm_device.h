@@ -331,14 +331,6 @@ struct GroupNormRows {
       Vector<T, N>::store_elements(vector, row, channel, channels);
     }
   }
-  // f(k, channel) of the channels that there are.
-  template <typename F>
-  __device__ __forceinline__ void for_channels(const F& f) const {
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      if (channel + k < channels) f(k, channel + k);
-    }
-  }
 };
 
 // As ThreadMoments, of each channel of a thread, of `count` positions: the pivot is its first

@@ -440,10 +440,12 @@ inline int group_norm_rows_parts_of_block(const GroupNormInput& p, const DeviceI
   const int64_t rows = policy.chunk_positions / policy.threads_y;
   int64_t best = policy.chunks, least = INT64_MAX;
   for (int64_t turns = 1; turns <= 4; ++turns) {
-    const int64_t blocks = turns * at_once / (p.samples * policy.tiles);  // of a sample
-    const int64_t parts = ceil_div(policy.chunks, std::clamp<int64_t>(blocks, 1, policy.chunks));
+    // Of a sample.
+    const int64_t blocks = std::min(turns * at_once / (p.samples * policy.tiles), policy.chunks);
+    if (blocks == 0) continue;
+    const int64_t parts = ceil_div(policy.chunks, blocks);
     const int64_t time = turns * (parts * rows + kRowsOfStart);
-    if (blocks > 0 && time < least) best = parts, least = time;
+    if (time < least) best = parts, least = time;
   }
   return static_cast<int>(best);
 }
