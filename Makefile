@@ -27,9 +27,9 @@ CODE = $(shell find kernel_src torch-ext tests \( -name '*.h' -o -name '*.cpp' -
          ! -path torch-ext/registration.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build build-cpu build-cuda test test-all ci-test fuzz sanitize emulate-gpu \
-  lint format bench tune check-hip check-abi official-build check-compliance check-size docs clean \
-  test-torch-matrix check-reproducible site
+.PHONY: help demo build build-cpu build-cuda test test-long test-all ci-test fuzz sanitize \
+  emulate-gpu lint format bench tune check-hip check-abi official-build check-compliance check-size \
+  docs clean test-torch-matrix check-reproducible site
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
@@ -52,7 +52,10 @@ RUN_TESTS = OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses=auto --dist=wor
 test: build  ## build, then run the quick tests (TESTS= and PYTEST= choose and pass options)
 	$(RUN_TESTS) -m "not slow and not long" $(PYTEST) $(TESTS)
 
-test-all: build  ## build, then run every test; CI runs these
+test-long: build  ## build, then run the tests that `make test` leaves out
+	$(RUN_TESTS) -m "slow or long" $(PYTEST) $(TESTS)
+
+test-all: build  ## build, then run every test
 	$(RUN_TESTS) $(PYTEST) $(TESTS)
 
 ci-test: build  ## the tests that the Hub's builder runs, in a folder like its own (a minute at most)

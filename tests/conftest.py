@@ -12,6 +12,7 @@ import os
 import random
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -119,6 +120,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if not wanted(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if wanted(item)]
+
+
+# When .ci/run has no more time, in seconds since the epoch.
+TESTS_END = float(os.environ.get("FUSELAGE_TESTS_END", "inf"))
+
+
+def pytest_runtest_setup() -> None:
+    """Skips what is left then, and says of how many tests."""
+    if time.time() > TESTS_END:
+        pytest.skip("time is up")
 
 
 @pytest.fixture(scope="session")
