@@ -29,7 +29,7 @@ CODE = $(shell find kernel_src torch-ext tests \( -name '*.h' -o -name '*.cpp' -
 .DEFAULT_GOAL := help
 .PHONY: help demo build build-cpu build-cuda test test-long test-all ci-test fuzz sanitize \
   emulate-gpu lint format bench tune check-hip check-abi official-build check-compliance check-size \
-  docs clean test-torch-matrix check-reproducible site
+  docs clean test-torch-matrix test-newest-models check-reproducible site
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
@@ -64,6 +64,14 @@ ci-test: build  ## the tests that the Hub's builder runs, in a folder like its o
 test-torch-matrix: build-cpu  ## all but slow tests on one CPU variant under the oldest to newest Torch
 	$(PYTHON) tools/torch_matrix.py $(if $(TORCH),--torch $(TORCH)) -- \
 	  --numprocesses=auto --dist=worksteal -m "not slow" $(PYTEST) $(TESTS)
+
+NEWEST := .venv-newest
+
+test-newest-models: build-cpu  ## all but slow tests of models, under the newest transformers and diffusers
+	rm -rf $(NEWEST)
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --target $(NEWEST) \
+	  transformers diffusers
+	PYTHONPATH=$(CURDIR)/$(NEWEST):$$PYTHONPATH $(RUN_TESTS) -m "not slow" $(PYTEST) tests/integrations
 
 fuzz: build  ## random calls of every function for a minute (CASE='op seed' replays; FUZZ= options)
 	PYTHONPATH=tests:$$PYTHONPATH $(PYTHON) -m fuzz $(if $(CASE),--replay "$(CASE)") $(FUZZ)

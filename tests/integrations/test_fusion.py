@@ -741,15 +741,6 @@ def test_modules_of_one_class_may_be_configured_otherwise(integration, fuselage)
         assert report.replaced[""] == what
 
 
-def test_a_decorated_forward_is_left_alone(integration):
-    class Decorated(Block):
-        @torch.no_grad()
-        def forward(self, x, y):
-            return self.norm(x + y)
-
-    assert "decorator" in integration.patch(Decorated()).left_alone[""]
-
-
 def test_modules_of_a_class_with_other_norms_are_told_apart(integration, fuselage):
     """What is fused depends on the norms that a module has."""
     first, second = SumThenNorm(), SumThenNorm()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 
 import pytest
 import torch
@@ -39,7 +40,11 @@ def made(name: str, given: dict) -> nn.Module:
     pytest.importorskip("transformers")
     family, _, kind = name.partition(".")
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    norm = getattr(module, kind)(DIM, eps=1e-5, **given)
+    kind = getattr(module, kind)
+    size = inspect.signature(kind).parameters.get("group_size")
+    if size is not None and size.default is size.empty:  # all of them from transformers 5.23 on
+        given = {"group_size": 16, **given}
+    norm = kind(DIM, eps=1e-5, **given)
     nn.init.normal_(norm.weight, 1.0, 0.3)
     return norm
 

@@ -29,6 +29,10 @@ from kernels import KernelizeFallback, LayerRepository, Mode, kernelize, use_ker
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
+needs_kernelize = pytest.mark.skipif(
+    not transformers.utils.is_kernels_available(),
+    reason="this transformers asks for another version of `kernels`, and marks no layers without",
+)
 F = nn.functional
 
 # The norm of each model, what its gated part is replaced by, and how often.
@@ -239,7 +243,10 @@ def _kernelized(model, integration):
 
 
 @pytest.mark.parametrize("name", ["Llama", "Phi3", "Gemma3"])
-@pytest.mark.parametrize("change", ["unpatched", "wrapped", "kernelized", "listened to"])
+@pytest.mark.parametrize(
+    "change",
+    ["unpatched", "wrapped", pytest.param("kernelized", marks=needs_kernelize), "listened to"],
+)
 def test_a_norm_may_change_after_the_patch(integration, fuselage, name, change):
     """A layer gives its norm two tensors; only the forward that patch has set takes them."""
     model = build(name)
@@ -1068,6 +1075,7 @@ def test_kernel_mapping_of_the_hub(integration):
         assert repository.layer_name == "RMSNorm"
 
 
+@needs_kernelize
 @pytest.mark.parametrize("compiled", [False, True])
 def test_activations_of_one_kernel_are_left_to_the_compiler(integration, fuselage, compiled):
     names = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new")
@@ -1082,6 +1090,7 @@ def test_activations_of_one_kernel_are_left_to_the_compiler(integration, fuselag
         assert bool(counts) == (not compiled or name == "gelu_new"), name
 
 
+@needs_kernelize
 @pytest.mark.parametrize("source", ["loaded", "path"])
 def test_kernel_mapping(integration, fuselage, device, source):
     options = {"loaded": {}, "path": {"repo_path": Path(fuselage.__file__).parent}}[source]

@@ -68,14 +68,14 @@ _MARKED = ".marked"
 # Arguments of attention functions that make it another formula.
 _CHANGES = {"softcap", "position_bias", "cache", "s_aux", "output_attentions"}
 
-_ASKED_OF = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds"}
+_ASKED_OF = {"attention_mask", "position_ids", "inputs_embeds"}
+_CACHES = {"cache", "past_key_values"}  # names of one argument: the latter before transformers 5.23
 # What a caller may give: not what a model may lay over its mask. Positions that start anew are
 # those of packed sequences, but not of a model with a cache.
 _KNOWN = {
     "input_ids",
     "inputs_embeds",
     "attention_mask",
-    "past_key_values",
     "use_cache",
     "output_attentions",
     "output_hidden_states",
@@ -113,7 +113,8 @@ def _implementation(
     module: torch.nn.Module, masking: ModuleType, child: Optional[str]
 ) -> Optional[str]:
     """The name of that which the model is compiled with; None of a model whose masks stay."""
-    is_decoder = inspect.signature(type(module).forward).parameters.keys() >= _ASKED_OF
+    names = inspect.signature(type(module).forward).parameters.keys()
+    is_decoder = names >= _ASKED_OF and bool(names & _CACHES)
     looks_both_ways = child is None and _looks_both_ways(type(module), masking)
     if not is_decoder and not looks_both_ways:
         return None
@@ -409,7 +410,7 @@ def _forward(kind: type, own: Optional[Callable], name: str, child: Optional[str
         if config._attn_implementation != "sdpa":
             return inner(self, *args, **kwargs)
         given = {k for k, v in (*zip(names, args), *kwargs.items()) if v is not None}
-        known = _KNOWN | {"position_ids"} if "past_key_values" in given else _KNOWN
+        known = _KNOWN | _CACHES | ({"position_ids"} if given & _CACHES else set())
         if torch.compiler.is_dynamo_compiling():
             config._attn_implementation = name if given <= known else _UNMASKED
         elif name in _FORMULAS and (given <= known or name != _OVERLAID) and _is_eager(self, child):

@@ -36,6 +36,7 @@ import torch
 
 from . import _fused, _patterns, _source
 from ._body import PREFIX, RMS_NORM, Body
+from ._decorators import match_within
 from ._gates import is_gelu_tanh
 from ._norms import LAYER_NORM, is_norm
 from ._patch import Found, Match, marked, replacement_of
@@ -101,11 +102,7 @@ def _recognise(
     dead = () if definition is None else tuple(_lines(_source.dead(definition, module)))
     children = _Children(tuple(sorted(norms.items())), linears, wide, gelus)
     found = _fused_forward(type(module), plain, children, dead, gates)
-    if found is None:
-        return None
-    if plain is not forward:
-        return "a decorator wraps its forward"
-    return Match(found.fuselage_replacement, found)
+    return None if found is None else match_within(found.fuselage_replacement, forward, found)
 
 
 _WHATS = set()  # of what forwards of ours are made here

@@ -22,9 +22,10 @@ import torch
 from ..group_norm import group_norm
 from . import _source
 from ._convs import HELPERS, fuse_residuals, names_of_convs
+from ._decorators import match_within
 from ._group_norms import GROUP_NORM, taken
 from ._norms import parameter
-from ._patch import Found, Match, listened_to, marked, replacement_of
+from ._patch import Found, listened_to, marked, replacement_of
 
 GROUP_NORM_ACT = "group_norm (with silu)"  # what the report says of such a module
 _HELPER = "fuselage_group_norm_act"
@@ -60,9 +61,7 @@ def recognise_group_norm_act(module: torch.nn.Module) -> Found:
     if str(getattr(plain, "__module__", "")).startswith("torch."):
         return None
     function = _fused_forward(plain, norms, acts, names_of_convs(module))
-    if function is None:
-        return None
-    return Match(GROUP_NORM_ACT, function) if plain is forward else "a decorator wraps its forward"
+    return None if function is None else match_within(GROUP_NORM_ACT, forward, function)
 
 
 @cache

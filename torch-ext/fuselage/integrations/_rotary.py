@@ -7,6 +7,7 @@ one model gets a copy of its own forward, in which the name of the function mean
 from __future__ import annotations
 
 import ast
+import inspect
 import types
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -16,8 +17,9 @@ import torch
 
 from ..rope import apply_rotary, qk_norm_rotary
 from . import _probe, _source
+from ._decorators import match_within
 from ._norms import eps_of, parameter
-from ._patch import Found, Match, listened_to, marked, replacement_of, wrapped
+from ._patch import Found, listened_to, marked, replacement_of, wrapped
 
 WHAT = "apply_rotary"
 NORM_AND_ROTARY = "qk_norm_rotary"
@@ -42,7 +44,7 @@ _NAME = "apply_rotary_pos_emb"
 
 def recognise_rotary_attention(module: torch.nn.Module) -> Found:
     """Attention whose forward calls `apply_rotary_pos_emb`."""
-    forward = type(module).forward
+    forward = inspect.unwrap(type(module).forward)
     names = [getattr(f, "kernel_layer_name", "") for f in _kernel_functions(module)]
     if _NAME not in getattr(getattr(forward, "__code__", None), "co_names", ()):
         rotates = "rotary_pos_emb" in names
@@ -54,7 +56,7 @@ def recognise_rotary_attention(module: torch.nn.Module) -> Found:
     ours = _rotary_for(function) if callable(function) else None
     if ours is None:
         return "its rotary embedding computes something else than apply_rotary"
-    return Match(WHAT, _attention_forward(forward, ours))
+    return match_within(WHAT, type(module).forward, _attention_forward(forward, ours))
 
 
 def _calls(definition: ast.FunctionDef, module: torch.nn.Module) -> bool:
@@ -222,12 +224,14 @@ def recognise_norm_and_rotary(module: torch.nn.Module) -> Found:
     """Attention that is ours by now, and normalises queries and keys right before it rotates."""
     if replacement_of(module) not in (WHAT, NORM_AND_ROTARY):
         return None
-    forward = type(module).forward
+    forward = inspect.unwrap(type(module).forward)
     if _NAME not in getattr(getattr(forward, "__code__", None), "co_names", ()):
         return None
     norms = [name for name, child in module._modules.items() if _is_rms(child)]
     function = _norm_and_rotary_forward(forward, frozenset(norms)) if len(norms) > 1 else None
-    return None if function is None else Match(NORM_AND_ROTARY, function)
+    if function is None:
+        return None
+    return match_within(NORM_AND_ROTARY, type(module).forward, function)
 
 
 def _is_rms(child: Optional[torch.nn.Module]) -> bool:

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from . import _source
 from ._convs import is_large_image
-from ._patch import Found, Match, marked, replacement_of
+from ._decorators import match_within
+from ._patch import Found, marked, replacement_of
 
 UPSAMPLING = "nearest upsampling by a copy"  # what the report says of such a module
 _HELPER = "fuselage_upsampled"
@@ -53,9 +54,7 @@ def recognise_upsampling(module: torch.nn.Module) -> Found:
     if not inspect.isfunction(plain) or plain.__globals__.get("F") is not F:
         return None
     function = _upsampling_forward(plain)
-    if function is None:
-        return None
-    return Match(UPSAMPLING, function) if plain is forward else "a decorator wraps its forward"
+    return None if function is None else match_within(UPSAMPLING, forward, function)
 
 
 @cache
