@@ -84,7 +84,7 @@ def patched(integration, kind: type) -> tuple[nn.Module, nn.Module]:
     return plain, ours
 
 
-def check(fuselage, plain: nn.Module, ours: nn.Module, fused: int = 1, **options) -> torch.Tensor:
+def check(fuselage, plain: nn.Module, ours: nn.Module, fused: int = 1, **options) -> None:
     given = inputs()
     with counted_ops(fuselage) as counts:
         actual = ours(*given, **options)
@@ -92,7 +92,6 @@ def check(fuselage, plain: nn.Module, ours: nn.Module, fused: int = 1, **options
     expected = plain(*given, **options)
     assert_close(actual.detach(), expected.detach())
     assert actual.requires_grad == expected.requires_grad
-    return actual
 
 
 @pytest.mark.parametrize("kind", [Renamed, RenamedTwice, CheckpointedLayer, WithoutGradients])
